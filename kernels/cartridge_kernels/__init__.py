@@ -1,0 +1,1 @@
+"""Tensor operations on Cartridge keys and values."""

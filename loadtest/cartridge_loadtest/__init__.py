@@ -1,0 +1,1 @@
+"""Simulated replicas and load generators."""

@@ -1,0 +1,1 @@
+"""Contracts shared by gateway, engines and stores: manifests, residency, wire names, codecs."""

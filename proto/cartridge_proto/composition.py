@@ -1,0 +1,143 @@
+"""Compositions: an ordered set of artifacts, where each stands, and one identity for all of it.
+
+Owns the message a gateway sends to an engine, the position layouts and the identity that becomes
+`cache_salt`. Refuses to know manifests' stores, blocks or tensors.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import msgspec
+
+from cartridge_proto.digest import Digest, DigestText, length_prefixed, sha256_digest
+from cartridge_proto.manifest import MAX_TOKENS, ModelIdentity, PositionLayout
+from cartridge_proto.names import DOMAIN_COMPOSITION, DOMAIN_FINGERPRINT
+
+MAX_ITEMS = 64
+DEFAULT_SCOPE = "public"
+
+RequestIdText = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,128}$")]
+ScopeText = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+TokenCount = Annotated[int, msgspec.Meta(gt=0, le=MAX_TOKENS)]
+TokenOffset = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+
+
+class OnMiss(StrEnum):
+    """What an engine does when an artifact cannot be had before the deadline."""
+
+    FAIL = "fail"
+    PREFILL = "prefill"
+    DROP = "drop"
+
+
+class CompositionItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One artifact at its place: `offset` is the position of its first token."""
+
+    digest: DigestText
+    num_tokens: TokenCount
+    offset: TokenOffset
+
+
+class CompositionMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_transfer_params.cartridges`: what a gateway asks an engine to put before a prompt.
+
+    `visibility[i]` says whether live tokens may read item i. `deadline_ms` bounds the load.
+    """
+
+    v: Literal[1]
+    request_id: RequestIdText
+    composition: DigestText
+    scope: ScopeText
+    layout: PositionLayout
+    items: Annotated[list[CompositionItem], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+    visibility: Annotated[list[bool], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+    deadline_ms: Annotated[int, msgspec.Meta(gt=0, le=3_600_000)]
+    on_miss: OnMiss
+
+    @property
+    def num_tokens(self) -> int:
+        """Virtual length: positions that stand before the first live token."""
+        return sum(item.num_tokens for item in self.items)
+
+
+class InvalidComposition(ValueError):
+    """A message that breaks docs/spec/virtual-prefix-v1.md; the text names the field."""
+
+
+def decode_message(value: object) -> CompositionMessage:
+    """Check a parsed JSON value and return the message.
+
+    Raises:
+        InvalidComposition: naming the field.
+    """
+    try:
+        message = msgspec.convert(value, CompositionMessage)
+    except msgspec.ValidationError as error:
+        raise InvalidComposition(str(error)) from error
+    if len(message.visibility) != len(message.items):
+        raise InvalidComposition(
+            f"visibility: {len(message.visibility)} entries for {len(message.items)} items"
+        )
+    lengths = [item.num_tokens for item in message.items]
+    offsets = layout_offsets(message.layout, lengths)
+    given = [item.offset for item in message.items]
+    if given != offsets:
+        raise InvalidComposition(
+            f"items.offset: {given}; layout {message.layout} places them at {offsets}"
+        )
+    return message
+
+
+def layout_offsets(layout: PositionLayout, lengths: Sequence[int]) -> list[int]:
+    """Position of each artifact's first token.
+
+    `shared_local`: all start at 0. `sequential`: each starts where the one before ends.
+    `end_aligned`: all end at the position before the first live token.
+    """
+    total = sum(lengths)
+    if layout is PositionLayout.SHARED_LOCAL:
+        return [0 for _ in lengths]
+    if layout is PositionLayout.END_ALIGNED:
+        return [total - length for length in lengths]
+    return [sum(lengths[:index]) for index in range(len(lengths))]
+
+
+def model_fingerprint(model: ModelIdentity) -> Digest:
+    """One digest for everything in a model identity that changes KV or token ids."""
+    adapter = model.adapter
+    return sha256_digest(
+        length_prefixed(
+            DOMAIN_FINGERPRINT,
+            [
+                text.encode()
+                for text in (
+                    model.architecture,
+                    model.config_digest,
+                    model.tokenizer_digest,
+                    model.weights_digest or "",
+                    adapter.digest if adapter else "",
+                )
+            ],
+        )
+    )
+
+
+def composition_digest(
+    *,
+    scope: str,
+    layout: PositionLayout,
+    items: Sequence[CompositionItem],
+    visibility: Sequence[bool],
+    fingerprint: Digest,
+) -> Digest:
+    """Identity of a request's prefix: two requests share KV if and only if this is equal."""
+    parts = [scope, layout.value, fingerprint, str(len(items))]
+    for item, is_visible in zip(items, visibility, strict=True):
+        parts += [item.digest, str(item.num_tokens), str(item.offset), str(int(is_visible))]
+    return sha256_digest(length_prefixed(DOMAIN_COMPOSITION, [part.encode() for part in parts]))
+
+
+def cache_salt(composition: Digest) -> str:
+    """The composition identity as vLLM's `cache_salt`: 64 hex characters."""
+    return composition.removeprefix("sha256:")

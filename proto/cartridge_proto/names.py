@@ -1,0 +1,91 @@
+"""Every name that crosses a process boundary, spelled once.
+
+Owns HTTP headers, JSON fields, Redis keys, metric and environment names. Refuses logic: constants
+and key formats only, so that a rename is one diff.
+"""
+
+from typing import Final
+
+# --- HTTP headers: request -------------------------------------------------------------------
+HEADER_CARTRIDGE_IDS: Final = "x-cartridge-ids"
+HEADER_REQUEST_ID: Final = "x-request-id"
+
+# --- HTTP headers: response ------------------------------------------------------------------
+HEADER_PREFIX: Final = "x-cartridge-"
+HEADER_DIGEST: Final = "x-cartridge-digest"
+HEADER_REPLICA: Final = "x-cartridge-replica"
+HEADER_TIER: Final = "x-cartridge-tier"
+HEADER_DECISION: Final = "x-cartridge-decision"
+HEADER_SELECTION: Final = "x-cartridge-selection"
+HEADER_MAP_AGE_MS: Final = "x-cartridge-map-age-ms"
+HEADER_OVERHEAD_MS: Final = "x-cartridge-overhead-ms"
+
+# --- JSON fields of a request body -----------------------------------------------------------
+FIELD_CARTRIDGE_IDS: Final = "cartridge_ids"
+FIELD_KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
+FIELD_CARTRIDGES: Final = "cartridges"
+FIELD_CACHE_SALT: Final = "cache_salt"
+FIELD_KV_HINTS: Final = "kv_hints"
+FIELD_CHAT_TEMPLATE_KWARGS: Final = "chat_template_kwargs"
+FIELD_ADD_SPECIAL_TOKENS: Final = "add_special_tokens"
+FIELD_RECEIPT: Final = "cartridge_receipt"
+FIELD_SELF_TEST: Final = "cartridge_self_test"
+
+# --- chat template switch (docs/spec/virtual-prefix-v1.md, "Prompt convention") ---------------
+TEMPLATE_SWITCH: Final = "cartridge_system_turn"
+
+# --- Redis -----------------------------------------------------------------------------------
+REDIS_REPLICAS: Final = "cartridge:replicas"
+"""Set of replica ids that have ever registered and not been removed."""
+REDIS_CHANGES: Final = "cartridge:residency:changes"
+"""Stream of signed residency changes, one entry per change."""
+REDIS_RECEIPTS: Final = "cartridge:receipts"
+"""Stream of signed receipts, one entry per finished request that used a Cartridge."""
+STREAM_FIELD: Final = "e"
+"""The one field of every stream entry: a sealed envelope."""
+
+
+def residency_key(replica: str) -> str:
+    """Hash of one replica: artifact digest -> sealed residency record."""
+    return f"cartridge:residency:{replica}"
+
+
+def lease_key(replica: str) -> str:
+    """String with TTL: the sealed registration of a live replica."""
+    return f"cartridge:lease:{replica}"
+
+
+# --- environment -----------------------------------------------------------------------------
+ENV_PREFIX: Final = "CARTRIDGE_ROUTER_"
+ENV_RESIDENCY_KEY: Final = "CARTRIDGE_ROUTER_RESIDENCY_KEY"
+
+# --- domain separation of hashes and signatures ------------------------------------------------
+DOMAIN_COMPOSITION: Final = b"cartridge-composition-v1"
+DOMAIN_FINGERPRINT: Final = b"cartridge-model-fingerprint-v1"
+DOMAIN_ENVELOPE: Final = b"cartridge-envelope-v1"
+
+# --- entry points ----------------------------------------------------------------------------
+ENTRY_POINT_COMMANDS: Final = "cartridge_router.commands"
+CONNECTOR_CLASS: Final = "CartridgeConnector"
+CONNECTOR_MODULE: Final = "cartridge_engine_ext.connector"
+
+# --- metrics (Prometheus) --------------------------------------------------------------------
+METRIC_REQUESTS: Final = "cartridge_router_requests"
+METRIC_REQUEST_SECONDS: Final = "cartridge_router_request_seconds"
+METRIC_TTFB_SECONDS: Final = "cartridge_router_time_to_first_byte_seconds"
+METRIC_OVERHEAD_SECONDS: Final = "cartridge_router_overhead_seconds"
+METRIC_IN_FLIGHT: Final = "cartridge_router_in_flight"
+METRIC_REPLICA_HEALTHY: Final = "cartridge_router_replica_healthy"
+METRIC_MAP_MODE: Final = "cartridge_router_residency_mode"
+METRIC_MAP_AGE: Final = "cartridge_router_residency_age_seconds"
+METRIC_REJECTED_RECORDS: Final = "cartridge_router_rejected_records"
+METRIC_RECEIPTS: Final = "cartridge_router_receipts"
+METRIC_MISPREDICTIONS: Final = "cartridge_router_tier_mispredictions"
+METRIC_UPSTREAM_RETRIES: Final = "cartridge_router_upstream_retries"
+
+# --- trace spans and attributes (OpenTelemetry) ------------------------------------------------
+SPAN_REQUEST: Final = "gateway.request"
+ATTR_REPLICA: Final = "cartridge.replica"
+ATTR_DECISION: Final = "cartridge.decision"
+ATTR_DIGESTS: Final = "cartridge.digests"
+ATTR_MODEL: Final = "gen_ai.request.model"
