@@ -157,7 +157,7 @@ class ResidencyPublisher:
         self._noted += 1
         self._condition.notify_all()
 
-    # --- the writing thread ------------------------------------------------------------------------
+    # --- the writing thread -----------------------------------------------------------------------
     def _run(self) -> None:
         next_heartbeat_s = 0.0
         while True:
@@ -223,7 +223,7 @@ class ResidencyPublisher:
 
     def _heartbeat(self) -> None:
         """Renew the lease; publish everything again when Redis lost it (flushed, restored)."""
-        num_rows = int(self._client.hlen(residency_key(self.replica)))  # type: ignore[arg-type]
+        num_rows = int(self._client.hlen(residency_key(self.replica)))
         with self._condition:
             is_complete = num_rows == len(self._records)
             seq = self._seq

@@ -1,10 +1,12 @@
 """Canonical JSON: the one byte spelling of a manifest, so that its digest is its identity.
 
-Owns encoding (RFC 8785) and a strict reader. Refuses duplicate keys, NaN and Infinity, lone
-surrogates, nesting beyond 64 levels, and anything larger than the caller's limit.
+Owns encoding (RFC 8785) and a strict reader. Refuses duplicate keys, NaN, Infinity and numbers
+beyond a double, lone surrogates, nesting beyond 64 levels, and anything above the caller's limit.
 """
 
 import json
+import math
+from collections import Counter
 from typing import Any, NoReturn
 
 import rfc8785
@@ -36,7 +38,10 @@ def decode_strict(data: bytes, *, max_bytes: int) -> Any:
         raise ValueError(f"{len(data)} bytes of JSON; the limit is {max_bytes}")
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
         )
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error}") from error
@@ -45,16 +50,24 @@ def decode_strict(data: bytes, *, max_bytes: int) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from error
     _check_depth(value)
+    _check_surrogates(data, value)
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"duplicate keys: {', '.join(repeated)}")
+        counts = Counter(name for name, _ in pairs)
+        repeated = [ascii(name)[:80] for name, count in counts.items() if count > 1]
+        raise ValueError(f"duplicate keys: {', '.join(repeated[:8])}")
     return result
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is beyond a double")
+    return number
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -64,12 +77,21 @@ def _refuse_constant(name: str) -> NoReturn:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
+        level = [node for node in level if isinstance(node, dict | list)]
+        if not level:
+            return
         level = [
             child
             for node in level
-            if isinstance(node, dict | list)
             for child in (node.values() if isinstance(node, dict) else node)
         ]
-        if not level:
-            return
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+
+def _check_surrogates(data: bytes, value: Any) -> None:
+    if b"\\ud" not in data.lower():  # UTF-8 holds none: only an escape can spell one
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a lone surrogate is not text") from error

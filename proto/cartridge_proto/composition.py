@@ -10,15 +10,15 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cartridge_proto.digest import Digest, DigestText, length_prefixed, sha256_digest
+from cartridge_proto.digest import END, Digest, DigestText, length_prefixed, sha256_digest
 from cartridge_proto.manifest import MAX_TOKENS, ModelIdentity, PositionLayout
 from cartridge_proto.names import DOMAIN_COMPOSITION, DOMAIN_FINGERPRINT
 
 MAX_ITEMS = 64
 DEFAULT_SCOPE = "public"
 
-RequestIdText = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,128}$")]
-ScopeText = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+RequestIdText = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,128}" + END)]
+ScopeText = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}" + END)]
 TokenCount = Annotated[int, msgspec.Meta(gt=0, le=MAX_TOKENS)]
 TokenOffset = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 

@@ -10,7 +10,10 @@ from typing import Annotated, NewType
 
 import msgspec
 
-DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
+END = r"(?!\n)$"
+"""End of a pattern. `$` alone lets a final newline pass in Python, and JSON Schema has no `\\Z`."""
+
+DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}" + END
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 Digest = NewType("Digest", str)

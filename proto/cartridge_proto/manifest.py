@@ -13,7 +13,7 @@ import jsonschema
 import msgspec
 
 from cartridge_proto.canonical_json import decode_strict, encode_canonical
-from cartridge_proto.digest import Digest, DigestText, sha256_digest
+from cartridge_proto.digest import END, Digest, DigestText, sha256_digest
 
 SCHEMA_VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 20
@@ -21,9 +21,13 @@ MAX_TOKENS = 1 << 22
 
 ManifestDigest = NewType("ManifestDigest", Digest)
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,127}$")]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,126}" + END)]
+"""At most 127 characters, so that `name@version` fits a file name of 255 bytes."""
 ShortText = Annotated[str, msgspec.Meta(max_length=1024)]
-Timestamp = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
+Timestamp = Annotated[
+    str,
+    msgspec.Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z" + END),
+]
 PositiveInt = Annotated[int, msgspec.Meta(gt=0, le=MAX_TOKENS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -217,7 +221,7 @@ class Card(_Part, frozen=True, kw_only=True):
     title: ShortText
     aliases: list[ShortText]
     sentence: ShortText
-    language: Annotated[str, msgspec.Meta(pattern=r"^[a-z]{2,3}(-[A-Za-z0-9]{1,8})*$")]
+    language: Annotated[str, msgspec.Meta(pattern=r"^[a-z]{2,3}(-[A-Za-z0-9]{1,8})*" + END)]
 
 
 class PromptConvention(_Part, frozen=True, kw_only=True):
@@ -280,6 +284,10 @@ class Manifest(_Part, frozen=True, kw_only=True):
         """`name@version`."""
         return f"{self.name}@{self.version}"
 
+    def is_readable_by(self, tenant: str) -> bool:
+        """Whether a tenant may use the artifact."""
+        return tenant == self.access.owner or bool({"*", tenant} & set(self.access.readers))
+
     @property
     def payload_bytes(self) -> int:
         """Size of all blobs."""
@@ -316,7 +324,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Raises:
         InvalidManifest: the manifest breaks the contract.
     """
-    data = encode_canonical(msgspec.to_builtins(manifest))
+    try:
+        data = encode_canonical(msgspec.to_builtins(manifest))
+    except ValueError as error:
+        raise InvalidManifest([str(error)]) from error
     decode_manifest(data)
     return data
 

@@ -11,13 +11,13 @@ import msgspec
 
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import RequestIdText
-from cartridge_proto.digest import DigestText
+from cartridge_proto.digest import END, DigestText
 
 ReplicaId = NewType("ReplicaId", str)
 Epoch = NewType("Epoch", str)
 
-ReplicaText = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
-EpochText = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+ReplicaText = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}" + END)]
+EpochText = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}" + END)]
 Sequence = Annotated[int, msgspec.Meta(ge=0)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]

@@ -65,19 +65,28 @@ def _read_header(
         raise InvalidPayload(f"header of {size} bytes; the limit is {MAX_HEADER_BYTES}")
     if size > len(data) - 8:
         raise InvalidPayload(f"header of {size} bytes in a file of {len(data)}")
+    if bytes(data[8:9]) != b"{":
+        raise InvalidPayload("header: does not start with {")
     try:
         header = decode_strict(bytes(data[8 : 8 + size]), max_bytes=MAX_HEADER_BYTES)
     except ValueError as error:
         raise InvalidPayload(f"header: {error}") from error
     if not isinstance(header, dict):
         raise InvalidPayload("header: not a JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise InvalidPayload("header: __metadata__ is not a map of text to text")
     return 8 + size, {name: _read_entry(name, entry) for name, entry in header.items()}
 
 
 def _read_entry(name: str, entry: Any) -> tuple[str, list[int], int, int]:
     match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+        case {
+            "dtype": str(dtype),
+            "shape": list(shape),
+            "data_offsets": [int(begin), int(end)],
+            **others,
+        } if not others and not isinstance(begin, bool) and not isinstance(end, bool):
             pass
         case _:
             raise InvalidPayload(f"tensor {name[:80]}: not a dtype, a shape and two offsets")

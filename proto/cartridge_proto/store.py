@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,10 @@ from cartridge_proto.manifest import (
 )
 from cartridge_proto.safetensors_header import InvalidPayload, check_blob
 
-_ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}@[a-z0-9][a-z0-9._-]{0,127}")
+_ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,126}@[a-z0-9][a-z0-9._-]{0,126}")
 _CHUNK_BYTES = 1 << 20
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+"""Never through a symlink, and never waiting for the other end of a pipe."""
 _MAX_ALIAS_BYTES = 128
 
 
@@ -131,9 +134,8 @@ class LocalStore:
             CorruptStore: wrong size, or the bytes read do not hash to the digest.
         """
         with self._open(self.blob_path(digest)) as descriptor:
-            size = os.fstat(descriptor).st_size
-            if size != len(buffer):
-                raise CorruptStore(f"blob {digest}: {size} bytes; the manifest says {len(buffer)}")
+            size = len(buffer)
+            _check_size(descriptor, digest, size)
             hasher = hashlib.sha256()
             position = 0
             while position < size:
@@ -155,8 +157,11 @@ class LocalStore:
         """
         manifest = self.read_manifest(digest)
         for blob in manifest.payload:
+            blob_digest = parse_digest(blob.sha256)
+            with self._open(self.blob_path(blob_digest)) as descriptor:
+                _check_size(descriptor, blob_digest, blob.size_bytes)
             buffer = memoryview(bytearray(blob.size_bytes))
-            self.read_blob_into(parse_digest(blob.sha256), buffer)
+            self.read_blob_into(blob_digest, buffer)
             try:
                 check_blob(manifest, blob.sha256, buffer)
             except InvalidPayload as error:
@@ -185,12 +190,14 @@ class LocalStore:
     @contextlib.contextmanager
     def _open(self, path: Path) -> Iterator[int]:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(path, _OPEN_FLAGS)
         except FileNotFoundError as error:
             raise NotInStore(f"not in the store: {path.name}") from error
         except OSError as error:
             raise StoreError(f"{path}: {error.strerror}") from error
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise StoreError(f"{path}: not a regular file")
             yield descriptor
         except OSError as error:
             raise StoreError(f"{path}: {error.strerror}") from error
@@ -224,3 +231,10 @@ class LocalStore:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _check_size(descriptor: int, digest: Digest, size_bytes: int) -> None:
+    """Compare sizes first, so that no memory is taken for a blob that is not there."""
+    found = os.fstat(descriptor).st_size
+    if found != size_bytes:
+        raise CorruptStore(f"blob {digest}: {found} bytes; the manifest says {size_bytes}")

@@ -1,0 +1,215 @@
+"""Builds a Cartridge from a text: one ordinary prefill, stored exactly.
+
+Owns the prefill with transformers, the probe and the manifest. Refuses texts longer than the
+model's context and templates without a system turn of their own.
+"""
+
+import datetime
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cartridge_engine_ext import identity
+from cartridge_engine_ext.chat_template import renderer_of, system_turn, tokenize_verbatim
+from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.payload import pack_payload
+from cartridge_proto.digest import sha256_digest
+from cartridge_proto.manifest import (
+    Access,
+    Card,
+    Composition,
+    CompositionClass,
+    ConventionKind,
+    DensePositions,
+    Frozen,
+    Kind,
+    Manifest,
+    ManifestDigest,
+    PositionLayout,
+    Probe,
+    ProbeStep,
+    PromptConvention,
+    Provenance,
+)
+from cartridge_proto.store import LocalStore
+
+DEFAULT_INSTRUCTION = "Answer the question from this document.\n\n{document}"
+PROBE_QUESTION = "What is this about?"
+NUM_PROBE_STEPS = 4
+NUM_PROBE_TOP = 5
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text and how its Cartridge is called."""
+
+    text: str
+    name: str
+    version: str = "1"
+    title: str | None = None
+    sentence: str = ""
+    convention: ConventionKind = ConventionKind.SYSTEM_TURN
+    instruction: str = DEFAULT_INSTRUCTION
+    owner: str = "public"
+    readers: tuple[str, ...] = ("*",)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What was stored."""
+
+    digest: ManifestDigest
+    manifest: Manifest
+
+
+class Builder:
+    """Prefills texts with one model, loaded once.
+
+    Args:
+        model_dir: Hugging Face folder.
+        store: where the artifacts go.
+        model_name: the name that people use for the model.
+        dtype: element type of the model and of the stored keys and values.
+        with_weights_digest: hash the weights, so that engines match by weights.
+        say: called with a line for each step that takes a while.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_dir: Path,
+        store: LocalStore,
+        model_name: str,
+        dtype: torch.dtype,
+        with_weights_digest: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._model_dir = model_dir
+        self._store = store
+        self._say = say
+        say(f"model: {model_dir}")
+        self._identity = identity.model_identity(
+            model_dir, name=model_name, with_weights=with_weights_digest
+        )
+        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+
+    def build(self, source: Source) -> Built:
+        """Prefill, store and name one text.
+
+        Raises:
+            ConfigurationError: the text does not fit, or has no place in the model's chat.
+        """
+        prefix, live = self._prompts(source)
+        limit = int(self._model.config.max_position_embeddings)
+        if len(prefix) >= limit:
+            raise ConfigurationError(f"{source.name}: {len(prefix)} tokens; the context is {limit}")
+        self._say(f"prefill {source.name}: {len(prefix)} tokens")
+        with torch.inference_mode():
+            cache = self._model(torch.tensor([prefix]), use_cache=True).past_key_values
+            named = {
+                f"layers.{index}.{part}": tensor[0].contiguous().clone()
+                for index, layer in enumerate(cache.layers)
+                for part, tensor in (("k", layer.keys), ("v", layer.values))
+            }
+            probe = self._probe(cache, live)
+        payload = pack_payload(named)
+        manifest = Manifest(
+            schema_version=1,
+            name=source.name,
+            version=source.version,
+            kind=Kind.PREFILL,
+            model=self._identity,
+            geometry=identity.geometry(self._model_dir),
+            rope=identity.rope(self._model_dir),
+            num_tokens=len(prefix),
+            positions=DensePositions(),
+            representation=payload.representation,
+            tensors=payload.tensors,
+            payload=[payload.blob],
+            composition=Composition(
+                composition_class=CompositionClass.ISOLATED,
+                set_id=None,
+                max_set_size=None,
+                position_layout=PositionLayout.SEQUENTIAL,
+            ),
+            provenance=Provenance(
+                source_digest=sha256_digest(source.text.encode()),
+                builder=f"cartridge-router prefill, transformers {transformers.__version__}",
+                transform=None,
+                training=None,
+            ),
+            access=Access(owner=source.owner, readers=list(source.readers)),
+            card=Card(
+                title=source.title or source.name,
+                aliases=[],
+                sentence=source.sentence,
+                language="en",
+            ),
+            prompt_convention=self._convention(source, prefix),
+            frozen=Frozen(num_tokens=0, role=None),
+            probe=probe,
+            derived_from=None,
+            created_at=_now(),
+        )
+        self._store.put_blob(payload.data)
+        digest = self._store.put_manifest(manifest)
+        self._store.set_alias(manifest.alias, digest)
+        return Built(digest, manifest)
+
+    def _prompts(self, source: Source) -> tuple[list[int], list[int]]:
+        """Token ids of the prefix and of the probe's live prompt."""
+        verbatim = tokenize_verbatim(self._tokenizer)
+        if source.convention is ConventionKind.DOCUMENT:
+            prefix = list(self._tokenizer(source.text)["input_ids"])
+            return prefix, verbatim(f"\n\n{PROBE_QUESTION}")
+        render = renderer_of(self._tokenizer)
+        content = source.instruction.format(document=source.text)
+        head = system_turn(render, content)
+        turns = [
+            {"role": "system", "content": content},
+            {"role": "user", "content": PROBE_QUESTION},
+        ]
+        return verbatim(head), verbatim(render(None, turns, True, {})[len(head) :])
+
+    def _convention(self, source: Source, prefix: list[int]) -> PromptConvention:
+        is_turn = source.convention is ConventionKind.SYSTEM_TURN
+        return PromptConvention(
+            kind=source.convention,
+            has_bos=bool(prefix) and prefix[0] == self._tokenizer.bos_token_id,
+            chat_template_digest=identity.chat_template_digest(self._model_dir)
+            if is_turn
+            else None,
+        )
+
+    def _probe(self, cache: Any, live: list[int]) -> Probe:
+        """Greedy steps after the prefix; `cache` is used up."""
+        steps, token_ids = [], live
+        for _ in range(NUM_PROBE_STEPS):
+            logits = self._model(
+                torch.tensor([token_ids]), past_key_values=cache, use_cache=True
+            ).logits[0, -1]
+            logprobs = torch.log_softmax(logits.to(torch.float32), -1)
+            top = logprobs.topk(NUM_PROBE_TOP)
+            pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            steps.append(ProbeStep(token_id=pairs[0][0], top=pairs))
+            token_ids = [pairs[0][0]]
+        return Probe(prompt_token_ids=live, steps=steps)
+
+
+def _now() -> str:
+    """UTC time to the second; SOURCE_DATE_EPOCH wins, so that a build can be repeated."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    moment = (
+        datetime.datetime.fromtimestamp(int(epoch), datetime.UTC)
+        if epoch
+        else datetime.datetime.now(datetime.UTC)
+    )
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,179 @@
+"""Subcommands of `cartridge-router` that need torch; found through an entry-point group.
+
+Owns their arguments and output. Refuses to import torch before a command runs, so that `--help`
+works without it.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cartridge_proto.manifest import ConventionKind
+from cartridge_proto.store import LocalStore
+
+if TYPE_CHECKING:
+    from cartridge_engine_ext.build import Built
+
+
+@dataclass(frozen=True)
+class BuildCommand:
+    """`cartridge build`."""
+
+    help: str = "build Cartridges from text files by one prefill each"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+        add = parser.add_argument
+        add("--model", required=True, type=Path, help="Hugging Face folder of the model")
+        add("--model-name", help="name of the model that people use; default: the folder's name")
+        add("--text", required=True, action="append", type=Path, help="text file; may be repeated")
+        add("--name", required=True, action="append", help="name of each Cartridge, in order")
+        add("--title", action="append", default=[], help="title of each, in order")
+        add("--sentence", action="append", default=[], help="one sentence on each, in order")
+        add("--version", default="1", help="version of all; default: 1")
+        add("--store", required=True, type=Path, help="store folder")
+        add(
+            "--convention",
+            default=ConventionKind.SYSTEM_TURN.value,
+            choices=[kind.value for kind in ConventionKind],
+            help="system_turn for chats (default), document for /v1/completions",
+        )
+        add("--instruction", help="system turn text with {document} in it")
+        add("--owner", default="public", help="tenant that owns the artifacts")
+        add("--reader", action="append", help="tenant that may use them; default: * (everybody)")
+        add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+        add("--no-weights-digest", action="store_true", help="do not hash the model's weights")
+        add("--json", action="store_true", help="print one JSON object for each Cartridge")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Build; prints a digest for each text."""
+        if len(args.text) != len(args.name):
+            print(f"{len(args.text)} --text and {len(args.name)} --name", file=sys.stderr)
+            return 2
+        import transformers
+
+        from cartridge_engine_ext.build import DEFAULT_INSTRUCTION, DTYPES, Builder, Source
+        from cartridge_engine_ext.errors import ConfigurationError
+
+        transformers.logging.disable_progress_bar()
+        instruction = args.instruction or DEFAULT_INSTRUCTION
+        if "{document}" not in instruction:
+            print("--instruction: {document} is missing", file=sys.stderr)
+            return 2
+        try:
+            builder = Builder(
+                model_dir=args.model,
+                store=LocalStore(args.store),
+                model_name=args.model_name or args.model.resolve().name,
+                dtype=DTYPES[args.dtype],
+                with_weights_digest=not args.no_weights_digest,
+                say=lambda line: print(line, file=sys.stderr, flush=True),
+            )
+            for index, (file, name) in enumerate(zip(args.text, args.name, strict=True)):
+                built = builder.build(
+                    Source(
+                        text=file.read_text("utf-8").strip(),
+                        name=name,
+                        version=args.version,
+                        title=_nth(args.title, index),
+                        sentence=_nth(args.sentence, index) or "",
+                        convention=ConventionKind(args.convention),
+                        instruction=instruction,
+                        owner=args.owner,
+                        readers=tuple(args.reader or ["*"]),
+                    )
+                )
+                _print_built(built, as_json=args.json)
+        except (ConfigurationError, OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        return 0
+
+
+@dataclass(frozen=True)
+class PrepareModelCommand:
+    """`model prepare`."""
+
+    help: str = "convert the demo's model (SmolLM2-135M-Instruct) to a Hugging Face folder"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+        parser.add_argument("--out", type=Path, help="target folder; default: the user's cache")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Convert once; prints the folder."""
+        from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_model
+
+        print(prepare_demo_model(args.out or default_model_dir()))
+        return 0
+
+
+@dataclass(frozen=True)
+class WrapTemplateCommand:
+    """`chat-template wrap`."""
+
+    help: str = "write the chat template that an engine serves beside Cartridges"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+        parser.add_argument("--model", required=True, type=Path, help="Hugging Face folder")
+        parser.add_argument("--out", required=True, type=Path, help="file for vLLM --chat-template")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Wrap and prove the model's own template; prints the file."""
+        from transformers import AutoTokenizer
+
+        from cartridge_engine_ext import identity
+        from cartridge_engine_ext.chat_template import (
+            check_wrapped,
+            renderer_of,
+            tokenize_verbatim,
+            wrap_chat_template,
+        )
+        from cartridge_engine_ext.errors import ConfigurationError
+
+        try:
+            original = identity.chat_template(args.model)
+            if original is None:
+                raise ConfigurationError(f"{args.model} has no chat template")
+            tokenizer = AutoTokenizer.from_pretrained(args.model)
+            wrapped = wrap_chat_template(original)
+            check_wrapped(renderer_of(tokenizer), tokenize_verbatim(tokenizer), wrapped)
+        except (ConfigurationError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(wrapped, "utf-8")
+        print(args.out)
+        return 0
+
+
+cartridge_build = BuildCommand()
+model_prepare = PrepareModelCommand()
+chat_template_wrap = WrapTemplateCommand()
+
+
+def _nth(values: list[str], index: int) -> str | None:
+    return values[index] if index < len(values) else None
+
+
+def _print_built(built: "Built", *, as_json: bool) -> None:
+    manifest = built.manifest
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "name": manifest.name,
+                    "version": manifest.version,
+                    "digest": built.digest,
+                    "num_tokens": manifest.num_tokens,
+                    "size_bytes": manifest.payload_bytes,
+                }
+            ),
+            flush=True,
+        )
+    else:
+        print(f"{manifest.alias}  {built.digest}  {manifest.num_tokens} tokens", flush=True)

@@ -1,0 +1,138 @@
+"""`CartridgeConnector`: the class that vLLM's `--kv-transfer-config` names.
+
+Owns nothing but the translation between vLLM's connector interface and the two halves. The class
+path is public: operators write it into deployment files.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from cartridge_engine_ext.load_plan import LoadPlan, LoadReport
+from cartridge_engine_ext.plugin import SchedulerRuntime, check_engine_flags, make_worker_side
+from cartridge_engine_ext.scheduler_side import SchedulerSide
+from cartridge_engine_ext.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class CartridgeConnector(KVConnectorBase_V1):
+    """Serves Cartridges as virtual prefixes; one instance per role."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_engine_flags(vllm_config)
+        self._runtime: SchedulerRuntime | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._runtime = SchedulerRuntime(vllm_config)
+        else:
+            self._worker = make_worker_side(vllm_config, kv_cache_config.num_blocks)
+
+    # --- scheduler half --------------------------------------------------------------------------
+    @property
+    def _scheduler_side(self) -> SchedulerSide:
+        assert self._runtime is not None  # noqa: S101 - vLLM calls each role's methods only
+        return self._runtime.scheduler_side
+
+    def on_new_request(self, request: "Request") -> None:
+        """See `SchedulerSide.on_new_request`."""
+        self._scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Virtual tokens to load; written within the step, so never asynchronous for vLLM."""
+        return self._scheduler_side.num_matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Plan a load into the blocks that were allocated."""
+        self._scheduler_side.after_allocation(
+            request, blocks.get_block_ids()[0], num_external_tokens
+        )
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """The loads of this step."""
+        return self._scheduler_side.take_plan()
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take in what the worker did."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, LoadReport):
+            self._scheduler_side.take_report(report)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks are freed at once; the receipt goes with the answer."""
+        return False, self._scheduler_side.finish(request)
+
+    # --- worker half -----------------------------------------------------------------------------
+    @property
+    def _worker_side(self) -> WorkerSide:
+        assert self._worker is not None  # noqa: S101 - vLLM calls each role's methods only
+        return self._worker
+
+    @property
+    def _plan(self) -> LoadPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, LoadPlan)  # noqa: S101 - made by build_connector_meta
+        return plan
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See `WorkerSide.register_kv_caches`."""
+        self._worker_side.register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Write this step's loads before the forward pass reads them."""
+        self._worker_side.start_load(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads end in `start_load_kv`."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        """Nothing is saved."""
+
+    def wait_for_save(self) -> None:
+        """The forward pass has run: serve the self-test's read-backs."""
+        self._worker_side.finish_step(self._plan)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of loads that failed."""
+        return self._worker_side.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What was loaded in this step."""
+        return self._worker_side.take_report()
+
+    def shutdown(self) -> None:
+        """End the threads of the scheduler half."""
+        if self._runtime is not None:
+            self._runtime.stop()

@@ -1,0 +1,113 @@
+"""What the scheduler half tells the worker half for one step, and what comes back.
+
+Owns the small frozen messages between the two processes of an engine. Refuses live objects:
+everything here pickles.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from cartridge_engine_ext.sealed_memory import MemoryReference
+
+
+@dataclass(frozen=True)
+class TensorReference:
+    """One tensor inside sealed memory; bytes [begin, end), safetensors dtype name."""
+
+    memory: MemoryReference
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One artifact of a composition: keys and values by layer, [num_kv_heads, num_tokens, dim].
+
+    `num_positions` is how far its keys move from where they were stored.
+    """
+
+    num_tokens: int
+    num_positions: int
+    keys: tuple[TensorReference, ...]
+    values: tuple[TensorReference, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Write virtual positions [start, stop) of a request into its blocks."""
+
+    request_id: str
+    segments: tuple[Segment, ...]
+    start: int
+    stop: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Report these blocks as not loaded, so that the request fails."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Read positions [0, num_tokens) of a request back after this step's forward pass."""
+
+    request_id: str
+    num_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass
+class LoadPlan(KVConnectorMetadata):
+    """All of one step."""
+
+    loads: list[Load] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """One finished load: bytes written to the KV cache and seconds; `error` when it failed."""
+
+    size_bytes: int
+    write_s: float
+    error: str | None
+
+
+@dataclass
+class LoadReport(KVConnectorWorkerMetadata):
+    """What the worker did in one step, by request.
+
+    `captured` holds keys and values of each layer, [num_kv_heads, num_tokens, head_dim].
+    """
+
+    results: dict[str, LoadResult] = field(default_factory=dict)
+    captured: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadReport":
+        """Join reports of several workers: a load failed if it failed on any."""
+        assert isinstance(other, LoadReport)  # noqa: S101 - vLLM pairs reports of one connector
+        results = dict(self.results)
+        for request_id, theirs in other.results.items():
+            ours = results.get(request_id)
+            results[request_id] = (
+                theirs
+                if ours is None
+                else LoadResult(
+                    ours.size_bytes + theirs.size_bytes,
+                    max(ours.write_s, theirs.write_s),
+                    ours.error or theirs.error,
+                )
+            )
+        return LoadReport(results, {**self.captured, **other.captured})

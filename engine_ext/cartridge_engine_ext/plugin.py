@@ -1,0 +1,241 @@
+"""Puts the extension together inside an engine: the only place that constructs.
+
+Owns the start and the end of everything that lives beside the scheduler, and the verdict of the
+boot self-test. Refuses engines whose flags would let a virtual position be prefilled as text.
+"""
+
+import logging
+import queue
+import secrets
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from cartridge_engine_ext import identity
+from cartridge_engine_ext.artifact_pool import ArtifactPool
+from cartridge_engine_ext.control_service import ControlServer, ControlService
+from cartridge_engine_ext.engine_client import EngineClient
+from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
+from cartridge_engine_ext.scheduler_side import SchedulerSide, SelfTestGate
+from cartridge_engine_ext.self_test import Answer, Captured, run_self_test
+from cartridge_engine_ext.settings import parse_settings, residency_key_from_environment
+from cartridge_engine_ext.worker_side import WorkerSide
+from cartridge_kernels.rope import default_inverse_frequencies
+from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES, EngineIdentity
+from cartridge_proto.composition import cache_salt
+from cartridge_proto.digest import Digest
+from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_SELF_TEST
+from cartridge_proto.residency import Receipt, Tier
+from cartridge_proto.store import LocalStore
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+EVICTION_FLUSH_S = 1.0
+CAPTURE_TIMEOUT_S = 300.0
+
+
+def check_engine_flags(config: "VllmConfig") -> None:
+    """Refuse engine settings under which answers could be wrong.
+
+    Raises:
+        ConfigurationError: listing every such setting.
+    """
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    problems = []
+    if transfer is None or transfer.kv_load_failure_policy != "fail":
+        problems.append(
+            "kv_load_failure_policy must be fail: recomputing a virtual position would run the "
+            "model on placeholder ids"
+        )
+    if transfer is None or transfer.kv_role != "kv_both":
+        problems.append("kv_role must be kv_both")
+    if parallel.world_size != 1 or parallel.data_parallel_size != 1:
+        problems.append("tensor, pipeline and data parallel sizes must be 1 in this version")
+    if config.speculative_config is not None:
+        problems.append("speculative decoding is not supported with Cartridges in this version")
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+
+
+def engine_identity(config: "VllmConfig") -> EngineIdentity:
+    """What this engine serves.
+
+    Raises:
+        ConfigurationError: the model's files do not say.
+    """
+    settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
+    model = config.model_config
+    model_dir = Path(settings.model_dir or model.model)
+    return EngineIdentity(
+        model=identity.model_identity(
+            model_dir, name=model_dir.name, with_weights=settings.with_weights_digest
+        ),
+        geometry=identity.geometry(model_dir),
+        rope=identity.rope(model_dir),
+        chat_template_digest=identity.chat_template_digest(model_dir),
+        max_model_len=model.max_model_len,
+        block_size=config.cache_config.block_size,
+    )
+
+
+def inverse_frequencies(config: "VllmConfig") -> torch.Tensor:
+    """The model's own inverse frequencies, [rotary_dim / 2], float32.
+
+    Where keys cannot be relocated, a composition's offsets are refused and these stay unused.
+    """
+    hf_config = config.model_config.hf_text_config
+    settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
+    rope = identity.rope(Path(settings.model_dir or config.model_config.model))
+    if rope.type == "default" or rope.type not in RELOCATABLE_ROPE_TYPES:
+        return default_inverse_frequencies(rope.theta, rope.rotary_dim)
+    frequencies: torch.Tensor
+    frequencies, _ = ROPE_INIT_FUNCTIONS[rope.type](hf_config, torch.device("cpu"))
+    return frequencies.to(torch.float32)
+
+
+def make_worker_side(config: "VllmConfig", num_cache_blocks: int) -> WorkerSide:
+    """The worker half."""
+    return WorkerSide(
+        attention_layers=config.compilation_config.static_forward_context,
+        inverse_frequencies=inverse_frequencies(config),
+        block_size=config.cache_config.block_size,
+        num_cache_blocks=num_cache_blocks,
+    )
+
+
+class SchedulerRuntime:
+    """Everything beside the scheduler. Made once; `stop` ends it."""
+
+    def __init__(self, config: "VllmConfig") -> None:
+        check_engine_flags(config)
+        settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
+        self._engine = engine_identity(config)
+        self._vocab_size = config.model_config.get_vocab_size()
+        epoch = new_epoch()
+        self._gate = SelfTestGate()
+        self._not_ready: str | None = "the boot self-test has not run yet"
+        self._captured: queue.Queue[Captured] = queue.Queue()
+        self._is_stopping = threading.Event()
+        self._client = EngineClient(settings.self_url, settings.api_key)
+        self._pool = ArtifactPool(
+            store=LocalStore(Path(settings.store)),
+            engine=self._engine,
+            capacity_bytes=settings.dram_bytes,
+            num_loaders=settings.num_loaders,
+            on_ready=self._publish_ready,
+            on_evict=self._withdraw,
+        )
+        service = ControlService(
+            pool=self._pool,
+            engine=self._engine,
+            engine_version=vllm.__version__,
+            replica=settings.replica,
+            epoch=epoch,
+            not_ready_reason=lambda: self._not_ready,
+        )
+        self._control = (
+            ControlServer(service, settings.control_address) if settings.control_address else None
+        )
+        self._publisher = (
+            ResidencyPublisher(
+                redis_url=settings.redis_url,
+                replica=settings.replica,
+                epoch=epoch,
+                key=residency_key_from_environment(),
+                engine=self._engine,
+                engine_version=vllm.__version__,
+                control_address=self._control.address if self._control else None,
+                lease_s=settings.lease_s,
+            )
+            if settings.redis_url
+            else None
+        )
+        self.scheduler_side = SchedulerSide(
+            pool=self._pool,
+            engine=self._engine,
+            replica=settings.replica,
+            epoch=epoch,
+            # One past the vocabulary: penalties count only ids below it, and a virtual position
+            # that were prefilled as text would fail loudly.
+            placeholder_token_id=self._vocab_size,
+            gate=self._gate,
+            publish_receipt=self._publish_receipt,
+            on_captured=lambda request_id, tensors: self._captured.put(tensors),
+        )
+        self._boot = threading.Thread(target=self._run_boot, name="cartridge-boot", daemon=True)
+        self._boot.start()
+
+    def stop(self) -> None:
+        """Leave the fleet and give everything back. Idempotent."""
+        self._is_stopping.set()
+        self._gate.is_open = False
+        if self._publisher is not None:
+            self._publisher.stop()
+        if self._control is not None:
+            self._control.stop()
+        self._pool.close()
+
+    # --- boot ----------------------------------------------------------------------------------
+    def _run_boot(self) -> None:
+        if not self._client.wait_until_healthy(self._is_stopping.is_set):
+            return
+        try:
+            difference = self._self_test()
+        except Exception as error:
+            logger.exception("boot self-test failed: this engine does not join the fleet")
+            self._not_ready = f"boot self-test: {error}"
+            return
+        logger.info("boot self-test passed: logprobs differ by at most %.1e", difference)
+        self._gate.is_open = True
+        self._not_ready = None
+        if self._control is not None:
+            self._control.set_serving(is_serving=True)
+        if self._publisher is not None:
+            self._publisher.start()
+
+    def _self_test(self) -> float:
+        model = self._client.served_model()
+
+        def proof(num_tokens: int) -> dict[str, Any]:
+            return {"token": self._gate.token, "num_tokens": num_tokens}
+
+        def complete(prompt: list[int], message: dict[str, Any] | None) -> Answer:
+            composition = Digest(message["composition"]) if message else Digest("")
+            params = {FIELD_SELF_TEST: proof(0), FIELD_CARTRIDGES: message}
+            return self._client.complete(model, prompt, params, cache_salt(composition))
+
+        def capture(prompt: list[int], num_tokens: int) -> tuple[Answer, Captured]:
+            params = {FIELD_SELF_TEST: proof(num_tokens)}
+            answer = self._client.complete(model, prompt, params, secrets.token_hex(16))
+            return answer, self._captured.get(timeout=CAPTURE_TIMEOUT_S)
+
+        return run_self_test(
+            engine=self._engine,
+            vocab_size=self._vocab_size,
+            complete=complete,
+            capture=capture,
+            adopt=self._pool.adopt,
+            discard=self._pool.evict,
+        )
+
+    # --- what the fleet is told ------------------------------------------------------------------
+    def _publish_ready(self, digest: Digest, size_bytes: int) -> None:
+        if self._publisher is not None:
+            self._publisher.put(digest, Tier.DRAM, size_bytes)
+
+    def _withdraw(self, digest: Digest) -> None:
+        if self._publisher is not None:
+            self._publisher.withdraw(digest)
+            self._publisher.flush(EVICTION_FLUSH_S)
+
+    def _publish_receipt(self, receipt: Receipt) -> None:
+        if self._publisher is not None and self._gate.is_open:
+            self._publisher.publish_receipt(receipt)

@@ -1,0 +1,481 @@
+"""The scheduler half of the connector: gives requests their virtual prefix, or refuses them.
+
+Owns the life of each request that carries Cartridges, from message to receipt. Refuses to prefill
+a virtual position: what cannot be loaded fails its request, and only that.
+"""
+
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cartridge_engine_ext.artifact_pool import Artifact, ArtifactPool
+from cartridge_engine_ext.errors import Refusal
+from cartridge_engine_ext.load_plan import (
+    Capture,
+    Failure,
+    Load,
+    LoadPlan,
+    LoadReport,
+    LoadResult,
+    Segment,
+    TensorReference,
+)
+from cartridge_engine_ext.virtual_prefix import context_overrun
+from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES, EngineIdentity
+from cartridge_proto.composition import (
+    CompositionMessage,
+    InvalidComposition,
+    OnMiss,
+    cache_salt,
+    composition_digest,
+    decode_message,
+    model_fingerprint,
+)
+from cartridge_proto.digest import Digest
+from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_RECEIPT, FIELD_SELF_TEST
+from cartridge_proto.residency import (
+    Epoch,
+    FailureReason,
+    Receipt,
+    ReceiptItem,
+    ReceiptStatus,
+    ReplicaId,
+    Tier,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_MAX_DETAIL = 2000
+
+
+@dataclass
+class _VirtualRequest:
+    """One live request with a virtual prefix."""
+
+    message: CompositionMessage
+    received_s: float
+    tiers: dict[str, Tier]
+    is_acquired: bool = False
+    refusal: Refusal | None = None
+    is_checked: bool = False
+    num_reused_tokens: int | None = None
+    num_loads: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    wait_s: float | None = None
+
+    @property
+    def deadline_s(self) -> float:
+        return self.received_s + self.message.deadline_ms / 1000
+
+    @property
+    def digests(self) -> list[Digest]:
+        """Each artifact once, in order."""
+        return list(dict.fromkeys(Digest(item.digest) for item in self.message.items))
+
+
+@dataclass
+class _Doomed:
+    """A request refused before it got a prefix: fails as soon as it is scheduled."""
+
+    request_id: str
+    refusal: Refusal
+
+
+@dataclass
+class _CaptureRequest:
+    """A self-test request whose first `num_tokens` positions are read back."""
+
+    num_tokens: int
+    is_captured: bool = False
+
+
+_Tracked = _VirtualRequest | _Doomed | _CaptureRequest
+
+
+@dataclass
+class SelfTestGate:
+    """What lets the self-test in before the engine is ready, and everybody else after.
+
+    The token never leaves this process except in the self-test's own requests.
+    """
+
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    is_open: bool = False
+
+
+class SchedulerSide:
+    """One per engine; called by vLLM's scheduler on its thread only."""
+
+    def __init__(
+        self,
+        *,
+        pool: ArtifactPool,
+        engine: EngineIdentity,
+        replica: ReplicaId,
+        epoch: Epoch,
+        placeholder_token_id: int,
+        gate: SelfTestGate,
+        publish_receipt: Callable[[Receipt], None],
+        on_captured: Callable[[str, Any], None],
+    ) -> None:
+        self._pool = pool
+        self._engine = engine
+        self._replica = replica
+        self._epoch = epoch
+        self._placeholder = placeholder_token_id
+        self._gate = gate
+        self._publish_receipt = publish_receipt
+        self._on_captured = on_captured
+        self._tracked: dict[str, _Tracked] = {}
+        self._plan = LoadPlan()
+
+    # --- hooks of the connector, in the order vLLM calls them ----------------------------------
+    def on_new_request(self, request: "Request") -> None:
+        """Put the virtual prefix in front of a request, or mark it as refused."""
+        params = request.kv_transfer_params
+        if not isinstance(params, dict):
+            return
+        if FIELD_SELF_TEST in params:
+            self._track_capture(request, params[FIELD_SELF_TEST])
+            if FIELD_CARTRIDGES not in params:
+                return
+        if FIELD_CARTRIDGES not in params:
+            return
+        try:
+            self._attach(request, params)
+        except Refusal as refusal:
+            self._doom(request, refusal, _request_id_of(params))
+        except Exception as error:
+            logger.exception("request %s: no virtual prefix", request.request_id)
+            self._doom(
+                request,
+                Refusal(FailureReason.INTERNAL, f"{type(error).__name__}: {error}"),
+                _request_id_of(params),
+            )
+
+    def num_matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:
+        """Virtual tokens to load beyond those computed; `None` = ask again, the bytes are coming.
+
+        Has no side effect that a second call would repeat.
+        """
+        tracked = self._tracked.get(request.request_id)
+        if isinstance(tracked, _Doomed):
+            return 1
+        if not isinstance(tracked, _VirtualRequest):
+            return 0
+        missing = max(0, tracked.message.num_tokens - num_computed_tokens)
+        if missing and tracked.refusal is None:
+            try:
+                if not self._is_loaded(tracked):
+                    return None
+            except Refusal as refusal:
+                tracked.refusal = refusal
+        return missing
+
+    def after_allocation(
+        self, request: "Request", block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Plan the load of a request that has its blocks; called again after a preemption."""
+        tracked = self._tracked.get(request.request_id)
+        if isinstance(tracked, _CaptureRequest) and not tracked.is_captured:
+            tracked.is_captured = True
+            self._plan.captures.append(
+                Capture(request.request_id, tracked.num_tokens, tuple(block_ids))
+            )
+        elif isinstance(tracked, _Doomed):
+            self._plan.failures.append(Failure(request.request_id, tuple(block_ids[:1])))
+        elif isinstance(tracked, _VirtualRequest):
+            self._plan_load(request, tracked, tuple(block_ids), num_external_tokens)
+
+    def take_plan(self) -> LoadPlan:
+        """The loads of this step."""
+        plan, self._plan = self._plan, LoadPlan()
+        return plan
+
+    def take_report(self, report: LoadReport) -> None:
+        """Note what the worker did in a step."""
+        for request_id, result in report.results.items():
+            tracked = self._tracked.get(request_id)
+            if isinstance(tracked, _VirtualRequest):
+                self._note_result(tracked, result)
+        for request_id, tensors in report.captured.items():
+            self._on_captured(request_id, tensors)
+
+    def finish(self, request: "Request") -> dict[str, Any] | None:
+        """Give back what a request used; returns what goes into a non-streamed answer."""
+        tracked = self._tracked.pop(request.request_id, None)
+        receipt: Receipt | None
+        if isinstance(tracked, _Doomed):
+            receipt = self._refused_receipt(tracked)
+        elif isinstance(tracked, _VirtualRequest):
+            if tracked.is_acquired:
+                for digest in tracked.digests:
+                    self._pool.release(digest)
+            has_error = str(request.get_finished_reason()) == "error"
+            receipt = self._receipt(tracked, has_error=has_error)
+        else:
+            return None
+        if receipt is None:
+            return None
+        self._publish_receipt(receipt)
+        return {FIELD_RECEIPT: msgspec.to_builtins(receipt)}
+
+    # --- a new request ---------------------------------------------------------------------------
+    def _track_capture(self, request: "Request", value: object) -> None:
+        match value:
+            case {"token": str(token), "num_tokens": int(num_tokens)} if hmac.compare_digest(
+                token, self._gate.token
+            ):
+                if num_tokens > 0:
+                    self._tracked[request.request_id] = _CaptureRequest(num_tokens)
+            case _:
+                logger.warning("request %s: self-test field without its token", request.request_id)
+
+    def _attach(self, request: "Request", params: dict[str, Any]) -> None:
+        try:
+            message = decode_message(params[FIELD_CARTRIDGES])
+        except InvalidComposition as error:
+            raise Refusal(FailureReason.INVALID_MESSAGE, str(error)) from error
+        self._check_request(request, params, message)
+        num_tokens = message.num_tokens
+        tracked = _VirtualRequest(message, time.monotonic(), {})
+        for digest in tracked.digests:
+            is_ready = self._pool.acquire(digest, tracked.deadline_s)
+            tracked.tiers[digest] = Tier.DRAM if is_ready else Tier.REMOTE
+        tracked.is_acquired = True
+        self._tracked[request.request_id] = tracked
+        placeholders = [self._placeholder] * num_tokens
+        request.prompt_token_ids = placeholders + list(request.prompt_token_ids or [])
+        request.num_prompt_tokens += num_tokens
+        request._all_token_ids[:0] = placeholders  # noqa: SLF001 - the seam of DESIGN section 6
+        _rehash(request, cache_salt(Digest(message.composition)))
+
+    def _check_request(
+        self, request: "Request", params: dict[str, Any], message: CompositionMessage
+    ) -> None:
+        if not (self._gate.is_open or self._is_self_test(params)):
+            raise Refusal(FailureReason.NOT_READY, "the boot self-test has not passed")
+        if request.cache_salt != cache_salt(Digest(message.composition)):
+            raise Refusal(
+                FailureReason.INVALID_MESSAGE, "cache_salt is not the composition identity"
+            )
+        _refuse_unsupported(request, message)
+        num_live = request.num_prompt_tokens
+        overrun = context_overrun(message.num_tokens, num_live, self._engine.max_model_len)
+        if overrun is not None:
+            raise Refusal(FailureReason.CONTEXT_LENGTH, overrun)
+
+    def _is_self_test(self, params: dict[str, Any]) -> bool:
+        value = params.get(FIELD_SELF_TEST)
+        token = value.get("token") if isinstance(value, dict) else None
+        return isinstance(token, str) and hmac.compare_digest(token, self._gate.token)
+
+    def _doom(self, request: "Request", refusal: Refusal, request_id: str) -> None:
+        """Let a request fail without its prompt being run: two tokens, the first one 'external'."""
+        logger.warning("request %s refused: %s", request.request_id, refusal)
+        self._tracked[request.request_id] = _Doomed(request_id, refusal)
+        request.prompt_token_ids = [0, 0]
+        request.num_prompt_tokens = 2
+        request._all_token_ids[:] = [0, 0]  # noqa: SLF001
+        _rehash(request, secrets.token_hex(16))
+
+    # --- scheduling ----------------------------------------------------------------------------
+    def _is_loaded(self, tracked: _VirtualRequest) -> bool:
+        artifacts = [self._pool.poll(digest) for digest in tracked.digests]
+        ready = [artifact for artifact in artifacts if artifact is not None]
+        if len(ready) < len(artifacts):
+            if time.monotonic() > tracked.deadline_s:
+                raise Refusal(
+                    FailureReason.DEADLINE,
+                    f"not loaded within deadline_ms ({tracked.message.deadline_ms})",
+                )
+            return False
+        if not tracked.is_checked:
+            _check_composition(tracked.message, {str(a.digest): a for a in ready})
+            tracked.is_checked = True
+            tracked.wait_s = time.monotonic() - tracked.received_s
+        return True
+
+    def _plan_load(
+        self,
+        request: "Request",
+        tracked: _VirtualRequest,
+        block_ids: tuple[int, ...],
+        num_external_tokens: int,
+    ) -> None:
+        stop = tracked.message.num_tokens
+        start = stop - num_external_tokens
+        if tracked.num_reused_tokens is None:
+            tracked.num_reused_tokens = start
+        if num_external_tokens == 0:
+            return
+        if tracked.refusal is not None:
+            self._plan.failures.append(Failure(request.request_id, block_ids))
+            return
+        tracked.num_loads += 1
+        segments = [
+            _segment(self._pool.poll(Digest(item.digest)), item.offset)
+            for item in tracked.message.items
+        ]
+        self._plan.loads.append(Load(request.request_id, tuple(segments), start, stop, block_ids))
+
+    def _note_result(self, tracked: _VirtualRequest, result: LoadResult) -> None:
+        tracked.loaded_bytes += result.size_bytes
+        tracked.load_s += result.write_s
+        if result.error is not None:
+            tracked.refusal = Refusal(FailureReason.INTERNAL, result.error)
+
+    # --- receipts --------------------------------------------------------------------------------
+    def _receipt(self, tracked: _VirtualRequest, *, has_error: bool) -> Receipt | None:
+        refusal = tracked.refusal
+        if refusal is None and has_error:
+            refusal = Refusal(FailureReason.INTERNAL, "the engine failed the request")
+        if refusal is None and tracked.num_reused_tokens is None:
+            return None  # given up by the client before it was scheduled
+        num_reused = tracked.num_reused_tokens or 0
+        num_full = tracked.message.num_tokens // self._engine.block_size * self._engine.block_size
+        is_in_hbm = num_reused > 0 and num_reused >= num_full
+        return Receipt(
+            replica=self._replica,
+            epoch=self._epoch,
+            request_id=tracked.message.request_id,
+            status=ReceiptStatus.SERVED if refusal is None else ReceiptStatus.FAILED,
+            reason=None if refusal is None else refusal.reason,
+            detail="" if refusal is None else refusal.detail[:_MAX_DETAIL],
+            items=[
+                ReceiptItem(
+                    digest=item.digest,
+                    tier=Tier.HBM if is_in_hbm else tracked.tiers[item.digest],
+                )
+                for item in tracked.message.items
+            ],
+            num_virtual_tokens=tracked.message.num_tokens,
+            num_reused_tokens=num_reused,
+            num_loads=tracked.num_loads,
+            loaded_bytes=tracked.loaded_bytes,
+            load_s=(tracked.wait_s or 0.0) + tracked.load_s,
+        )
+
+    def _refused_receipt(self, doomed: _Doomed) -> Receipt:
+        return Receipt(
+            replica=self._replica,
+            epoch=self._epoch,
+            request_id=doomed.request_id,
+            status=ReceiptStatus.FAILED,
+            reason=doomed.refusal.reason,
+            detail=doomed.refusal.detail[:_MAX_DETAIL],
+            items=[],
+            num_virtual_tokens=0,
+            num_reused_tokens=0,
+            num_loads=0,
+            loaded_bytes=0,
+            load_s=0.0,
+        )
+
+
+def _rehash(request: "Request", salt: str) -> None:
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def _request_id_of(params: dict[str, Any]) -> str:
+    """The gateway's request id, if the message is good enough to have one."""
+    message = params.get(FIELD_CARTRIDGES)
+    request_id = message.get("request_id") if isinstance(message, dict) else None
+    is_printable = isinstance(request_id, str) and 0 < len(request_id) <= 128
+    return str(request_id) if is_printable else "unknown"
+
+
+def _refuse_unsupported(request: "Request", message: CompositionMessage) -> None:
+    """Refuse what would read or skip virtual positions in a way that is not exact."""
+    sampling = request.sampling_params
+    has_other_inputs = bool(request.mm_features) or request.prompt_embeds is not None
+    found = [
+        what
+        for what, is_present in (
+            ("pooling requests", sampling is None),
+            ("prompt_logprobs", sampling is not None and sampling.prompt_logprobs is not None),
+            ("skip_reading_prefix_cache", request.skip_reading_prefix_cache),
+            ("LoRA adapters", request.lora_request is not None),
+            ("multimodal inputs and prompt embeddings", has_other_inputs),
+            ("resumable (streaming input) requests", request.resumable),
+            ("prompts without a token of their own", not request.prompt_token_ids),
+            (f"on_miss {message.on_miss}", message.on_miss is not OnMiss.FAIL),
+            ("hidden items (visibility)", not all(message.visibility)),
+        )
+        if is_present
+    ]
+    if found:
+        raise Refusal(
+            FailureReason.UNSUPPORTED, f"not supported with Cartridges: {', '.join(found)}"
+        )
+
+
+def _check_composition(message: CompositionMessage, artifacts: dict[str, Artifact]) -> None:
+    """The engine's own check of what the gateway claimed, against verified manifests."""
+    for index, item in enumerate(message.items):
+        manifest = artifacts[item.digest].manifest
+        if manifest.num_tokens != item.num_tokens:
+            raise Refusal(
+                FailureReason.INVALID_MESSAGE,
+                f"items[{index}].num_tokens: {item.num_tokens}; manifest has {manifest.num_tokens}",
+            )
+        if not manifest.is_readable_by(message.scope):
+            raise Refusal(FailureReason.UNKNOWN_ARTIFACT, f"{item.digest} is not in the store")
+        is_moved = item.offset != manifest.rope.first_position
+        if is_moved and manifest.rope.type not in RELOCATABLE_ROPE_TYPES:
+            raise Refusal(
+                FailureReason.UNSUPPORTED,
+                f"items[{index}].offset: rope type {manifest.rope.type} cannot be moved",
+            )
+    first = artifacts[message.items[0].digest].manifest
+    expected = composition_digest(
+        scope=message.scope,
+        layout=message.layout,
+        items=message.items,
+        visibility=message.visibility,
+        fingerprint=model_fingerprint(first.model),
+    )
+    if expected != message.composition:
+        raise Refusal(
+            FailureReason.INVALID_MESSAGE, f"composition: {message.composition} is not {expected}"
+        )
+
+
+def _segment(artifact: Artifact | None, offset: int) -> Segment:
+    assert artifact is not None  # noqa: S101 - planned only after every artifact was ready
+    manifest = artifact.manifest
+
+    def references(part: str) -> tuple[TensorReference, ...]:
+        tensors = [
+            manifest.tensors[f"layers.{layer}.{part}"]
+            for layer in range(manifest.geometry.num_layers)
+        ]
+        return tuple(
+            TensorReference(
+                memory=artifact.memories[tensor.blob].reference,
+                dtype=tensor.dtype,
+                shape=tuple(tensor.shape),
+                begin=tensor.byte_range[0],
+                end=tensor.byte_range[1],
+            )
+            for tensor in tensors
+        )
+
+    return Segment(
+        num_tokens=manifest.num_tokens,
+        num_positions=offset - manifest.rope.first_position,
+        keys=references("k"),
+        values=references("v"),
+    )

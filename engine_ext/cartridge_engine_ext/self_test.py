@@ -1,0 +1,214 @@
+"""The boot oracle: an injected prefix must answer like the ordinary prompt, on this very engine.
+
+Owns the test's prompts, tolerances and verdict. Refuses to pass an engine whose test could not tell
+right from wrong: a prefix without its last position must be noticed.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from cartridge_engine_ext.artifact_pool import Artifact
+from cartridge_engine_ext.errors import SelfTestFailed
+from cartridge_engine_ext.payload import DTYPE_NAMES, pack_payload
+from cartridge_engine_ext.sealed_memory import SealedMemory
+from cartridge_proto.compatibility import EngineIdentity
+from cartridge_proto.composition import (
+    CompositionItem,
+    CompositionMessage,
+    OnMiss,
+    composition_digest,
+    model_fingerprint,
+)
+from cartridge_proto.digest import Digest
+from cartridge_proto.manifest import (
+    Access,
+    Card,
+    Composition,
+    CompositionClass,
+    ConventionKind,
+    DensePositions,
+    Frozen,
+    Kind,
+    Manifest,
+    PositionLayout,
+    Probe,
+    ProbeStep,
+    PromptConvention,
+    Provenance,
+    manifest_digest,
+)
+
+SELF_TEST_SCOPE = "self-test"
+NUM_LIVE_TOKENS = 6
+NUM_NEW_TOKENS = 4
+_SEED = 20261129
+
+TOLERANCES = {"F32": 1e-3, "BF16": 0.08, "F16": 0.02}
+"""Largest allowed difference of a chosen token's logprob, by KV dtype.
+
+The same KV is read both times, so only the order of float32 sums differs (seen: 3e-5). For half
+precision the live tokens' rounding can differ with the batch shape: a few units in the last place.
+"""
+
+
+Captured = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens and their natural-log probabilities."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def self_test_prompt(vocab_size: int, block_size: int) -> tuple[list[int], list[int]]:
+    """A prefix of one block and a few tokens more, and a live prompt; the same on every boot."""
+    generator = random.Random(_SEED)  # noqa: S311 - reproducible on purpose
+    ids = [
+        generator.randrange(vocab_size // 10, vocab_size)
+        for _ in range(block_size + 5 + NUM_LIVE_TOKENS)
+    ]
+    return ids[:-NUM_LIVE_TOKENS], ids[-NUM_LIVE_TOKENS:]
+
+
+def run_self_test(
+    *,
+    engine: EngineIdentity,
+    vocab_size: int,
+    complete: Callable[[list[int], dict[str, Any] | None], Answer],
+    capture: Callable[[list[int], int], tuple[Answer, Captured]],
+    adopt: Callable[[Artifact], None],
+    discard: Callable[[Digest], object],
+) -> float:
+    """Prefill, read back, inject, compare.
+
+    Args:
+        engine: what is tested.
+        vocab_size: token ids are drawn below it.
+        complete: answers a prompt, with or without `kv_transfer_params.cartridges`.
+        capture: answers a prompt and reads its first positions back from the KV cache.
+        adopt: makes an artifact usable on this engine.
+        discard: takes it away again.
+
+    Returns:
+        The largest difference of a logprob.
+
+    Raises:
+        SelfTestFailed: the answers differ, or a damaged prefix was not noticed.
+    """
+    prefix, live = self_test_prompt(vocab_size, engine.block_size)
+    ordinary, captured = capture(prefix + live, len(prefix))
+    dtype = DTYPE_NAMES.get(captured[0][0].dtype)
+    if dtype is None:
+        raise SelfTestFailed(f"KV cache dtype {captured[0][0].dtype} is not one of a Cartridge's")
+    tolerance = TOLERANCES[dtype]
+
+    def answer_with(tensors: Captured) -> Answer:
+        artifact = captured_artifact(tensors, engine)
+        adopt(artifact)
+        try:
+            return complete(live, composition_of(artifact))
+        finally:
+            discard(artifact.digest)
+
+    injected = answer_with(captured)
+    difference = _difference(ordinary, injected)
+    if difference > tolerance:
+        raise SelfTestFailed(
+            f"injected prefix: logprobs differ by {difference:.2e}, tolerance {tolerance:.0e}; "
+            f"tokens {ordinary.token_ids} and {injected.token_ids}"
+        )
+    damaged = answer_with([(key[:, :-1], value[:, :-1]) for key, value in captured])
+    if _difference(ordinary, damaged) <= tolerance:
+        raise SelfTestFailed("a prefix without its last position gave the same answer")
+    return difference
+
+
+def _difference(one: Answer, other: Answer) -> float:
+    if one.token_ids != other.token_ids:
+        return float("inf")
+    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+
+
+def composition_of(artifact: Artifact) -> dict[str, Any]:
+    """`kv_transfer_params.cartridges` for one artifact at position 0, as builtins."""
+    item = CompositionItem(
+        digest=artifact.digest, num_tokens=artifact.manifest.num_tokens, offset=0
+    )
+    layout = PositionLayout.SEQUENTIAL
+    composition = composition_digest(
+        scope=SELF_TEST_SCOPE,
+        layout=layout,
+        items=[item],
+        visibility=[True],
+        fingerprint=model_fingerprint(artifact.manifest.model),
+    )
+    message = CompositionMessage(
+        v=1,
+        request_id="self-test",
+        composition=composition,
+        scope=SELF_TEST_SCOPE,
+        layout=layout,
+        items=[item],
+        visibility=[True],
+        deadline_ms=60_000,
+        on_miss=OnMiss.FAIL,
+    )
+    builtins: dict[str, Any] = msgspec.to_builtins(message)
+    return builtins
+
+
+def captured_artifact(tensors: Captured, engine: EngineIdentity) -> Artifact:
+    """An artifact of keys and values that were read back, readable in the self-test's scope."""
+    named = {}
+    for index, (key, value) in enumerate(tensors):
+        named[f"layers.{index}.k"] = key
+        named[f"layers.{index}.v"] = value
+    payload = pack_payload(named)
+    manifest = Manifest(
+        schema_version=1,
+        name="self-test",
+        version="1",
+        kind=Kind.PREFILL,
+        model=engine.model,
+        geometry=engine.geometry,
+        rope=engine.rope,
+        num_tokens=tensors[0][0].shape[1],
+        positions=DensePositions(),
+        representation=payload.representation,
+        tensors=payload.tensors,
+        payload=[payload.blob],
+        composition=Composition(
+            composition_class=CompositionClass.ISOLATED,
+            set_id=None,
+            max_set_size=None,
+            position_layout=PositionLayout.SEQUENTIAL,
+        ),
+        provenance=Provenance(
+            source_digest=payload.blob.sha256, builder="self-test", transform=None, training=None
+        ),
+        access=Access(owner=SELF_TEST_SCOPE, readers=[]),
+        card=Card(title="self-test", aliases=[], sentence="Random tokens.", language="en"),
+        prompt_convention=PromptConvention(
+            kind=ConventionKind.DOCUMENT, has_bos=False, chat_template_digest=None
+        ),
+        frozen=Frozen(num_tokens=0, role=None),
+        probe=Probe(prompt_token_ids=[0], steps=[ProbeStep(token_id=0, top=[])]),
+        derived_from=None,
+        created_at="2026-01-01T00:00:00Z",
+    )
+
+    def fill(buffer: memoryview) -> None:
+        buffer[:] = payload.data
+
+    return Artifact(
+        digest=manifest_digest(manifest),
+        manifest=manifest,
+        memories={payload.blob.sha256: SealedMemory(len(payload.data), fill)},
+    )

@@ -1,0 +1,176 @@
+"""The worker half of the connector: writes verified keys and values into vLLM's blocks.
+
+Owns the write through the backend's own cache writer and the read-back of the self-test. Refuses to
+choose anything: slots, segments and failures come from the scheduler half.
+"""
+
+import logging
+import re
+import time
+
+import torch
+
+from cartridge_engine_ext.artifact_pool import tensor_view
+from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.layout_probe import AttentionLayer, CacheReader
+from cartridge_engine_ext.load_plan import (
+    Capture,
+    Load,
+    LoadPlan,
+    LoadReport,
+    LoadResult,
+    Segment,
+    TensorReference,
+)
+from cartridge_engine_ext.sealed_memory import map_memory
+from cartridge_engine_ext.virtual_prefix import blocks_of_range, rows_of_range, slot_range
+from cartridge_kernels.rope import relocate_keys
+
+logger = logging.getLogger(__name__)
+
+_LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class WorkerSide:
+    """One per worker process; called by vLLM's model runner on its thread only."""
+
+    def __init__(
+        self,
+        *,
+        attention_layers: dict[str, AttentionLayer],
+        inverse_frequencies: torch.Tensor,
+        block_size: int,
+        num_cache_blocks: int,
+    ) -> None:
+        self._attention_layers = attention_layers
+        self._inverse_frequencies = inverse_frequencies
+        self._block_size = block_size
+        self._num_cache_blocks = num_cache_blocks
+        self._layers: list[AttentionLayer] = []
+        self._reader: CacheReader | None = None
+        self._failed_blocks: set[int] = set()
+        self._report = LoadReport()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn the layers that have a KV cache, in model order.
+
+        Raises:
+            ConfigurationError: a cache belongs to no numbered attention layer.
+        """
+        indexed: dict[int, AttentionLayer] = {}
+        for name in kv_caches:
+            match = _LAYER_INDEX.search(name)
+            if match is None or name not in self._attention_layers:
+                raise ConfigurationError(f"KV cache {name} belongs to no numbered attention layer")
+            indexed[int(match.group(1))] = self._attention_layers[name]
+        if sorted(indexed) != list(range(len(indexed))):
+            raise ConfigurationError(f"layers with a KV cache are not 0..n: {sorted(indexed)}")
+        self._layers = [indexed[index] for index in sorted(indexed)]
+        # Nothing uses the cache yet, so a block may be written to find the layout out.
+        self._reader = CacheReader.probe(self._layers[0], self._block_size, self._num_cache_blocks)
+
+    def start_load(self, plan: LoadPlan) -> None:
+        """Write every load of this step. A load that fails fails its request only."""
+        for failure in plan.failures:
+            self._failed_blocks.update(failure.block_ids)
+        for load in plan.loads:
+            started_s = time.monotonic()
+            error = None
+            try:
+                size_bytes = self._write(load)
+            except Exception as caught:
+                logger.exception("request %s: virtual prefix not written", load.request_id)
+                error, size_bytes = f"{type(caught).__name__}: {caught}", 0
+                self._failed_blocks.update(
+                    blocks_of_range(load.block_ids, load.start, load.stop, self._block_size)
+                )
+            self._report.results[load.request_id] = LoadResult(
+                size_bytes, time.monotonic() - started_s, error
+            )
+
+    def finish_step(self, plan: LoadPlan) -> None:
+        """Read back what the self-test asked for; the forward pass has run."""
+        for capture in plan.captures:
+            self._report.captured[capture.request_id] = self._read_back(capture)
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks whose load failed since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> LoadReport | None:
+        """What was done since the last call; `None` when nothing was."""
+        if not self._report.results and not self._report.captured:
+            return None
+        report, self._report = self._report, LoadReport()
+        return report
+
+    def _write(self, load: Load) -> int:
+        slots = torch.tensor(
+            slot_range(load.block_ids, load.start, load.stop, self._block_size), dtype=torch.int64
+        )
+        lengths = [segment.num_tokens for segment in load.segments]
+        rows = rows_of_range(lengths, load.start, load.stop)
+        size_bytes = 0
+        with _Mappings() as mappings:
+            for index, layer in enumerate(self._layers):
+                keys, values = [], []
+                for part in rows:
+                    segment = load.segments[part.index]
+                    key, value = self._segment_rows(mappings, segment, index)
+                    keys.append(key[:, part.begin : part.end])
+                    values.append(value[:, part.begin : part.end])
+                size_bytes += self._write_layer(layer, keys, values, slots)
+        return size_bytes
+
+    def _segment_rows(
+        self, mappings: "_Mappings", segment: Segment, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key = mappings.tensor(segment.keys[layer])
+        value = mappings.tensor(segment.values[layer])
+        return relocate_keys(key, segment.num_positions, self._inverse_frequencies), value
+
+    def _write_layer(
+        self,
+        layer: AttentionLayer,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        slots: torch.Tensor,
+    ) -> int:
+        cache = layer.kv_cache
+        # The backend's writer wants [num_tokens, num_kv_heads, head_dim].
+        key = torch.cat(keys, 1).transpose(0, 1).to(cache.device, cache.dtype).contiguous()
+        value = torch.cat(values, 1).transpose(0, 1).to(cache.device, cache.dtype).contiguous()
+        layer.impl.do_kv_cache_update(layer, key, value, cache, slots.to(cache.device))
+        return key.nbytes + value.nbytes
+
+    def _read_back(self, capture: Capture) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        assert self._reader is not None  # noqa: S101 - vLLM registers caches before any step
+        return [
+            self._reader.read(layer.kv_cache, capture.block_ids, capture.num_tokens)
+            for layer in self._layers
+        ]
+
+
+class _Mappings:
+    """Sealed memories mapped for the time of one write."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, int], memoryview] = {}
+
+    def __enter__(self) -> "_Mappings":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        # Tensors over a mapping keep it alive; it goes with the last of them.
+        self._buffers.clear()
+
+    def tensor(self, reference: TensorReference) -> torch.Tensor:
+        """The referenced tensor, without a copy."""
+        memory = reference.memory
+        key = (memory.descriptor, memory.inode)
+        if key not in self._buffers:
+            self._buffers[key] = memoryview(map_memory(memory))
+        return tensor_view(
+            self._buffers[key], reference.dtype, reference.shape, reference.begin, reference.end
+        )
