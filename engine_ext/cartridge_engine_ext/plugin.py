@@ -111,10 +111,21 @@ def make_worker_side(config: "VllmConfig", num_cache_blocks: int) -> WorkerSide:
     )
 
 
+def adopt_engine_logging() -> None:
+    """Let this package's messages go where vLLM's go."""
+    package = logging.getLogger("cartridge_engine_ext")
+    engine = logging.getLogger("vllm")
+    if not package.handlers and engine.handlers:
+        package.handlers = engine.handlers
+        package.setLevel(engine.level)
+        package.propagate = False
+
+
 class SchedulerRuntime:
     """Everything beside the scheduler. Made once; `stop` ends it."""
 
     def __init__(self, config: "VllmConfig") -> None:
+        adopt_engine_logging()
         check_engine_flags(config)
         settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
         self._engine = engine_identity(config)

@@ -32,6 +32,7 @@ from cartridge_proto.composition import (
     CompositionMessage,
     InvalidComposition,
     OnMiss,
+    RequestIdText,
     cache_salt,
     composition_digest,
     decode_message,
@@ -287,6 +288,10 @@ class SchedulerSide:
         request.prompt_token_ids = [0, 0]
         request.num_prompt_tokens = 2
         request._all_token_ids[:] = [0, 0]  # noqa: SLF001
+        request.mm_features.clear()
+        request.prompt_embeds = None
+        # Otherwise vLLM would not ask for external tokens, and the request would not fail.
+        request.skip_reading_prefix_cache = False
         _rehash(request, secrets.token_hex(16))
 
     # --- scheduling ----------------------------------------------------------------------------
@@ -393,8 +398,10 @@ def _request_id_of(params: dict[str, Any]) -> str:
     """The gateway's request id, if the message is good enough to have one."""
     message = params.get(FIELD_CARTRIDGES)
     request_id = message.get("request_id") if isinstance(message, dict) else None
-    is_printable = isinstance(request_id, str) and 0 < len(request_id) <= 128
-    return str(request_id) if is_printable else "unknown"
+    try:
+        return msgspec.convert(request_id, RequestIdText)
+    except msgspec.ValidationError:
+        return "unknown"
 
 
 def _refuse_unsupported(request: "Request", message: CompositionMessage) -> None:

@@ -77,8 +77,15 @@ class LocalStore:
         return ManifestDigest(digest)
 
     def set_alias(self, alias: str, digest: Digest) -> None:
-        """Let `name@version` stand for a digest from now on."""
-        self._write(self._alias_path(alias), digest.encode(), may_replace=True)
+        """Let `name@version` stand for a digest from now on.
+
+        Raises:
+            NotInStore: not an alias, or no such manifest.
+        """
+        path = self._alias_path(alias)
+        if not self.manifest_path(digest).exists():
+            raise NotInStore(f"alias {alias}: manifest {digest} is not in the store")
+        self._write(path, digest.encode(), may_replace=True)
 
     # --- reading -----------------------------------------------------------------------------
     def resolve(self, alias_or_digest: str) -> Digest:
@@ -100,10 +107,15 @@ class LocalStore:
             raise CorruptStore(f"alias {alias_or_digest}: {error}") from error
 
     def aliases(self) -> dict[str, Digest]:
-        """All aliases, sorted by name."""
+        """All aliases that hold a digest, sorted by name; a damaged one does not hide the rest."""
         folder = self.root / "aliases"
         names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        return {name: self.resolve(name) for name in names if _ALIAS.fullmatch(name)}
+        found = {}
+        for name in names:
+            if _ALIAS.fullmatch(name):
+                with contextlib.suppress(StoreError):
+                    found[name] = self.resolve(name)
+        return found
 
     def manifest_digests(self) -> list[Digest]:
         """Digests of all manifests, sorted."""

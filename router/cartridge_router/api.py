@@ -1,0 +1,329 @@
+"""The HTTP surface: each request as one list of steps.
+
+Owns handlers and the shape of answers. Refuses to choose anything or to talk to Redis, the store or
+a replica itself.
+"""
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from opentelemetry.trace import SpanKind
+
+from cartridge_policies.types import Candidate
+from cartridge_proto import names
+from cartridge_router.catalog import Catalog
+from cartridge_router.errors import InvalidRequest, RequestTooLarge, RouterError, UnknownReceipt
+from cartridge_router.fleet import Fleet
+from cartridge_router.forwarding import Exchange, Forwarder, Outgoing
+from cartridge_router.placement import Placement, Placer
+from cartridge_router.receipts import ReceiptBook
+from cartridge_router.request import ParsedRequest, Route, engine_body, parse_request
+from cartridge_router.residency_map import ResidencyMap
+from cartridge_router.selection import Selection, Selector
+from cartridge_router.settings import Settings
+from cartridge_router.telemetry import TRACER, Metrics
+
+_CLIENT_CLOSED_REQUEST = 499
+"""Status that is counted when the client went away; nobody receives it."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """Everything the handlers use; made in `app.py`."""
+
+    settings: Settings
+    catalog: Catalog
+    residency: ResidencyMap
+    fleet: Fleet
+    selector: Selector
+    placer: Placer
+    forwarder: Forwarder
+    receipts: ReceiptBook
+    metrics: Metrics
+
+
+class Api:
+    """Handlers of one gateway."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def routes(self) -> list[web.RouteDef]:
+        """Every path that is served."""
+        return [
+            web.post(Route.CHAT, self._handler(Route.CHAT)),
+            web.post(Route.COMPLETIONS, self._handler(Route.COMPLETIONS)),
+            web.get("/v1/models", self.models),
+            web.get("/v1/cartridges", self.cartridges),
+            web.post("/v1/cartridges/explain", self.explain),
+            web.get("/v1/cartridges/receipts/{request_id}", self.receipt),
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics),
+            web.post("/v1/{tail:.+}", self._handler(Route.OTHER)),
+        ]
+
+    # --- the request path ------------------------------------------------------------------------
+    def _handler(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await self._serve(request, route)
+
+        return handle
+
+    async def _serve(self, request: web.Request, route: Route) -> web.StreamResponse:
+        started_s = time.monotonic()
+        request_id = uuid.uuid4().hex
+        exchange = Exchange({names.HEADER_REQUEST_ID: request_id})
+        selection, status = None, _CLIENT_CLOSED_REQUEST
+        with TRACER.start_as_current_span(names.SPAN_REQUEST, kind=SpanKind.SERVER) as span:
+            try:
+                data = await self._read_body(request)
+                parsed = parse_request(route, data, request.headers)
+                tenant = self._authorise()
+                selection = self._services.selector.select(parsed, tenant)
+                placement = self._services.placer.place(parsed, selection)
+                span.set_attribute(names.ATTR_MODEL, parsed.model)
+                span.set_attribute(names.ATTR_REPLICA, placement.replica)
+                span.set_attribute(names.ATTR_DECISION, placement.reason)
+                outgoing = self._outgoing(request, parsed, selection, placement, request_id, tenant)
+                overhead_s = time.monotonic() - started_s
+                exchange.headers.update(_told(selection, placement, outgoing, overhead_s))
+                self._services.metrics.overhead_seconds.observe(overhead_s)
+                response = await self._services.forwarder.forward(request, outgoing, exchange)
+                status = response.status
+            except RouterError as error:
+                status = error.status
+                response = error_response(error, exchange.headers)
+            finally:
+                self._count(route, selection, status, exchange, started_s)
+        return response
+
+    async def _read_body(self, request: web.Request) -> bytes:
+        limit = self._services.settings.max_body_bytes
+        if request.content_length is not None and request.content_length > limit:
+            raise RequestTooLarge(f"a body of {request.content_length} bytes; the limit is {limit}")
+        try:
+            return await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            raise RequestTooLarge(f"the body is over the limit of {limit} bytes") from error
+
+    def _authorise(self) -> str:
+        """The tenant of a request: the one of the settings, until there are API keys."""
+        return self._services.settings.tenant
+
+    def _outgoing(
+        self,
+        request: web.Request,
+        parsed: ParsedRequest,
+        selection: Selection,
+        placement: Placement,
+        request_id: str,
+        tenant: str,
+    ) -> Outgoing:
+        settings = self._services.settings
+        message = (
+            selection.message(
+                request_id=request_id,
+                scope=tenant,
+                deadline_ms=settings.cartridges.load_deadline_ms,
+            )
+            if selection.cartridges
+            else None
+        )
+        if placement.tier is not None:
+            self._services.receipts.expect(request_id, placement.tier)
+        return Outgoing(
+            request_id=request_id,
+            path=request.path_qs,
+            body=engine_body(parsed, message, is_trusted=settings.trust_client_fields),
+            replicas=tuple(candidate.replica for candidate in placement.decision.ranking),
+            composition=message.composition if message is not None else None,
+        )
+
+    def _count(
+        self,
+        route: Route,
+        selection: Selection | None,
+        status: int,
+        exchange: Exchange,
+        started_s: float,
+    ) -> None:
+        metrics = self._services.metrics
+        how = selection.how.value if selection is not None else "unknown"
+        elapsed_s = time.monotonic() - started_s
+        metrics.requests.labels(route.value, str(status), how).inc()
+        metrics.request_seconds.labels(route.value).observe(elapsed_s)
+        metrics.retries.inc(exchange.num_retries)
+        if exchange.first_byte_s is not None:
+            tier = exchange.headers.get(names.HEADER_TIER, "none")
+            metrics.first_byte_seconds.labels(tier).observe(exchange.first_byte_s - started_s)
+
+    # --- what is known ---------------------------------------------------------------------------
+    async def explain(self, request: web.Request) -> web.Response:
+        """The dry run: the same steps, nothing forwarded; all terms for all replicas."""
+        try:
+            data = await self._read_body(request)
+            route = Route(request.query.get("route", Route.CHAT.value))
+            parsed = parse_request(route, data, request.headers)
+            selection = self._services.selector.select(parsed, self._authorise())
+            placement = self._services.placer.place(parsed, selection)
+        except ValueError:
+            return error_response(
+                InvalidRequest(
+                    f"route: must be {Route.CHAT} or {Route.COMPLETIONS}", param="route"
+                ),
+                {},
+            )
+        except RouterError as error:
+            return error_response(error, {})
+        return json_response(
+            {
+                "object": "cartridge.explanation",
+                "selection": {
+                    "how": selection.how.value,
+                    "cartridges": [
+                        {"alias": c.manifest.alias, "digest": c.digest}
+                        for c in selection.cartridges
+                    ],
+                    "num_tokens": selection.num_tokens,
+                    "layout": selection.layout.value,
+                    "is_certified": selection.is_certified,
+                },
+                "placement": {
+                    "replica": placement.replica,
+                    "decision": placement.reason,
+                    "map_mode": placement.mode.value,
+                    "map_age_s": placement.map_age_s,
+                    "candidates": [_shown(c) for c in placement.decision.ranking],
+                },
+            }
+        )
+
+    async def models(self, request: web.Request) -> web.Response:
+        """Models of all healthy replicas, each once."""
+        limits: dict[str, int | None] = {}
+        for replica in self._services.fleet.replicas:
+            if replica.is_healthy:
+                for model, limit in replica.models.items():
+                    known = limits.get(model)
+                    limits[model] = limit if known is None or limit is None else min(known, limit)
+        data = [
+            {"id": model, "object": "model", "owned_by": "vllm", "max_model_len": limit}
+            for model, limit in sorted(limits.items())
+        ]
+        return json_response({"object": "list", "data": data})
+
+    async def cartridges(self, request: web.Request) -> web.Response:
+        """Cartridges the caller may use, and where each is ready."""
+        residency = self._services.residency
+        data = [
+            {
+                "object": "cartridge",
+                "id": alias,
+                "digest": cartridge.digest,
+                "kind": cartridge.manifest.kind.value,
+                "model": cartridge.manifest.model.name,
+                "num_tokens": cartridge.manifest.num_tokens,
+                "size_bytes": cartridge.manifest.payload_bytes,
+                "prompt_convention": cartridge.manifest.prompt_convention.kind.value,
+                "title": cartridge.manifest.card.title,
+                "sentence": cartridge.manifest.card.sentence,
+                "residency": [
+                    {"replica": replica, "tier": tier.value}
+                    for replica, tier in residency.holders(cartridge.digest)
+                ],
+            }
+            for alias, cartridge in self._services.catalog.visible_to(self._authorise())
+        ]
+        return json_response({"object": "list", "data": data})
+
+    async def receipt(self, request: web.Request) -> web.Response:
+        """The receipt of one request, by the id in its `x-request-id` header."""
+        receipt = self._services.receipts.find(request.match_info["request_id"])
+        if receipt is None:
+            return error_response(UnknownReceipt("no receipt of that request"), {})
+        return json_response(msgspec.to_builtins(receipt))
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Whether this process works."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Whether requests can be served: at least one replica is healthy."""
+        fleet, residency = self._services.fleet, self._services.residency
+        healthy = [replica.replica for replica in fleet.replicas if replica.is_healthy]
+        registered = [name for name in healthy if residency.registration(name) is not None]
+        return json_response(
+            {
+                "status": "ready" if healthy else "no healthy replica",
+                "replicas": {"healthy": healthy, "registered": registered},
+                "residency": {"mode": residency.mode.value, "age_s": residency.age_s},
+            },
+            status=200 if healthy else 503,
+        )
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus text."""
+        body = self._services.metrics.render(self._services.fleet, self._services.residency)
+        return web.Response(body=body, headers={"content-type": "text/plain; version=0.0.4"})
+
+
+def _told(
+    selection: Selection, placement: Placement, outgoing: Outgoing, overhead_s: float
+) -> dict[str, str]:
+    """Response headers about selection and placement."""
+    told = {
+        names.HEADER_REPLICA: placement.replica,
+        names.HEADER_DECISION: placement.reason,
+        names.HEADER_SELECTION: selection.how.value,
+        names.HEADER_OVERHEAD_MS: f"{overhead_s * 1000:.2f}",
+    }
+    if placement.map_age_s is not None:
+        told[names.HEADER_MAP_AGE_MS] = f"{placement.map_age_s * 1000:.0f}"
+    if placement.tier is not None and outgoing.composition is not None:
+        told[names.HEADER_CARTRIDGE_IDS] = ",".join(c.manifest.alias for c in selection.cartridges)
+        told[names.HEADER_DIGEST] = outgoing.composition
+        told[names.HEADER_TIER] = placement.tier.value
+    return told
+
+
+def _shown(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "replica": candidate.replica,
+        "total_s": candidate.total_s,
+        "terms": {term.name: term.seconds for term in candidate.terms},
+        "tiers": [tier.value for tier in candidate.tiers],
+    }
+
+
+def json_response(value: object, *, status: int = 200) -> web.Response:
+    """A JSON answer."""
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, content_type="application/json"
+    )
+
+
+def error_response(error: RouterError, headers: dict[str, str]) -> web.Response:
+    """An error in OpenAI's shape."""
+    body = {
+        "error": {
+            "message": error.message,
+            "type": error.openai_type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+    response = web.Response(
+        body=msgspec.json.encode(body),
+        status=error.status,
+        content_type="application/json",
+        headers=headers,
+    )
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    return response

@@ -1,0 +1,146 @@
+"""Puts the gateway together: the only place that constructs.
+
+Owns the start and the end of every task and connection. Refuses request logic.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from cartridge_policies import POLICIES
+from cartridge_policies.cost import CostPriors
+from cartridge_policies.types import MapMode
+from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReplicaId
+from cartridge_router.api import Api, Services
+from cartridge_router.catalog import Catalog
+from cartridge_router.fleet import Fleet
+from cartridge_router.forwarding import Forwarder
+from cartridge_router.placement import Placer
+from cartridge_router.receipts import ReceiptBook
+from cartridge_router.residency_map import RedisReader, ResidencyMap
+from cartridge_router.selection import Selector
+from cartridge_router.settings import Settings
+from cartridge_router.telemetry import Metrics
+
+ENGINE_KEEPALIVE_S = 3.0
+"""vLLM's server closes idle connections after 5 s; ours are given up before."""
+
+
+@contextlib.asynccontextmanager
+async def running_services(settings: Settings, key: bytes | None) -> AsyncIterator[Services]:
+    """Everything that runs beside the HTTP server, for as long as the block does."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        services, tasks = _construct(settings, key, session)
+        await services.catalog.refresh()
+        await asyncio.gather(*(services.fleet.probe(r) for r in services.fleet.replicas))
+        running = [asyncio.create_task(task) for task in tasks]
+        try:
+            yield services
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+
+def _construct(
+    settings: Settings, key: bytes | None, session: aiohttp.ClientSession
+) -> tuple[Services, list[Coroutine[None, None, None]]]:
+    metrics = Metrics()
+    receipts = ReceiptBook()
+    residency = ResidencyMap(
+        key=key,
+        stale_after_s=settings.residency.stale_after_s,
+        fallback_after_s=settings.residency.fallback_after_s,
+        on_rejected=lambda reason: metrics.rejected_records.labels(reason).inc(),
+    )
+
+    def must_probe_extension(replica: ReplicaId) -> bool:
+        return (
+            settings.store is not None
+            and residency.mode is MapMode.FALLBACK
+            and residency.registration(replica) is None
+        )
+
+    fleet = Fleet(
+        settings.replica_urls(),
+        session=session,
+        probe_interval_s=settings.fleet.probe_interval_s,
+        probe_timeout_s=settings.fleet.probe_timeout_s,
+        num_failures=settings.fleet.num_failures,
+        must_probe_extension=must_probe_extension,
+    )
+    catalog = Catalog(
+        Path(settings.store) if settings.store else None, settings.cartridges.refresh_s
+    )
+    placement = settings.placement
+    priors = CostPriors(
+        queue_s_per_request=placement.queue_s_per_request,
+        prefill_base_s=placement.prefill_base_s,
+        prefill_s_per_token=placement.prefill_s_per_token,
+    )
+    services = Services(
+        settings=settings,
+        catalog=catalog,
+        residency=residency,
+        fleet=fleet,
+        selector=Selector(
+            catalog,
+            allow_uncertified_composition=settings.cartridges.allow_uncertified_composition,
+        ),
+        placer=Placer(
+            fleet=fleet,
+            residency=residency,
+            policy=POLICIES[placement.policy](priors),
+            max_in_flight=placement.max_in_flight,
+        ),
+        forwarder=Forwarder(
+            session=session, fleet=fleet, receipts=receipts, settings=settings.forwarding
+        ),
+        receipts=receipts,
+        metrics=metrics,
+    )
+
+    def on_receipt(receipt: Receipt) -> None:
+        metrics.receipts.labels(receipt.status.value).inc()
+        predicted = receipts.take_prediction(receipt.request_id)
+        served = max(
+            (item.tier for item in receipt.items), key=TIERS_FASTEST_FIRST.index, default=None
+        )
+        if predicted is not None and served is not None and served is not predicted:
+            metrics.mispredictions.labels(predicted.value, served.value).inc()
+        receipts.note(receipt)
+
+    tasks = [fleet.watch(), catalog.run()]
+    if settings.redis_url is not None:
+        reader = RedisReader(url=settings.redis_url, residency=residency, on_receipt=on_receipt)
+        tasks.append(reader.run())
+    return services, tasks
+
+
+def make_app(services: Services) -> web.Application:
+    """The HTTP application over running services."""
+    app = web.Application(client_max_size=services.settings.max_body_bytes)
+    app.add_routes(Api(services).routes())
+    return app
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(settings: Settings, key: bytes | None) -> AsyncIterator[str]:
+    """A listening gateway; yields its base URL (with the real port when 0 was asked for)."""
+    async with running_services(settings, key) as services:
+        runner = web.AppRunner(
+            make_app(services), handler_cancellation=True, access_log=None, shutdown_timeout=10
+        )
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, settings.host, settings.port)
+            await site.start()
+            port = runner.addresses[0][1]
+            yield f"http://{settings.host}:{port}"
+        finally:
+            await runner.cleanup()

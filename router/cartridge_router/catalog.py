@@ -1,0 +1,86 @@
+"""The manifests this gateway knows, and what each alias stands for.
+
+Owns an in-memory copy of the store's aliases and manifests, refreshed in the background. Refuses to
+serve an entry that does not verify, and never touches the disk on the request path.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cartridge_proto.digest import Digest
+from cartridge_proto.manifest import Manifest
+from cartridge_proto.store import LocalStore, StoreError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Cartridge:
+    """A manifest with its digest."""
+
+    digest: Digest
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    aliases: dict[str, Digest] = field(default_factory=dict)
+    manifests: dict[Digest, Manifest] = field(default_factory=dict)
+
+
+class Catalog:
+    """Looks Cartridges up by alias or digest. Without a store it is empty."""
+
+    def __init__(self, store_dir: Path | None, refresh_s: float) -> None:
+        self._store = LocalStore(store_dir) if store_dir is not None else None
+        self._refresh_s = refresh_s
+        self._snapshot = _Snapshot()
+
+    def find(self, alias_or_digest: str, tenant: str) -> Cartridge | None:
+        """The Cartridge that a tenant may use under this name; `None` if there is none for it."""
+        snapshot = self._snapshot
+        digest = snapshot.aliases.get(alias_or_digest, Digest(alias_or_digest))
+        manifest = snapshot.manifests.get(digest)
+        if manifest is None or not manifest.is_readable_by(tenant):
+            return None
+        return Cartridge(digest, manifest)
+
+    def visible_to(self, tenant: str) -> list[tuple[str, Cartridge]]:
+        """Aliases and Cartridges a tenant may use, by alias."""
+        snapshot = self._snapshot
+        return [
+            (alias, Cartridge(digest, snapshot.manifests[digest]))
+            for alias, digest in snapshot.aliases.items()
+            if digest in snapshot.manifests and snapshot.manifests[digest].is_readable_by(tenant)
+        ]
+
+    async def refresh(self) -> None:
+        """Read what is new in the store."""
+        if self._store is not None:
+            self._snapshot = await asyncio.to_thread(self._read, self._store, self._snapshot)
+
+    async def run(self) -> None:
+        """Refresh until cancelled."""
+        while True:
+            await asyncio.sleep(self._refresh_s)
+            try:
+                await self.refresh()
+            except (StoreError, OSError):
+                logger.exception("the store cannot be read; the catalog stays as it is")
+
+    @staticmethod
+    def _read(store: LocalStore, known: _Snapshot) -> _Snapshot:
+        aliases = store.aliases()
+        manifests = {}
+        for digest in {*store.manifest_digests(), *aliases.values()}:
+            # A manifest never changes: what was verified once is not read again.
+            if digest in known.manifests:
+                manifests[digest] = known.manifests[digest]
+                continue
+            try:
+                manifests[digest] = store.read_manifest(digest)
+            except StoreError as error:
+                logger.warning("left out of the catalog: %s", error)
+        return _Snapshot(aliases, manifests)

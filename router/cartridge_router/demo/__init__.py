@@ -1,0 +1,1 @@
+"""`cartridge-router demo`: the whole chain on one machine, checked as it runs."""

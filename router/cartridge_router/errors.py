@@ -1,0 +1,138 @@
+"""Errors that a client sees, each with its HTTP status and OpenAI type.
+
+RouterError
+├── InvalidRequest            400  malformed, or asks for what Cartridges cannot do
+├── UnknownModel              404
+├── UnknownCartridge          404  absent, or not for this caller: the same answer
+├── UnknownReceipt            404
+├── IncompatibleCartridge     409  names the field
+├── RequestTooLarge           413
+├── ContextTooLong            422  with the numbers
+├── AllReplicasSaturated      429  Retry-After
+├── NoEligibleReplica         503  Retry-After
+├── CartridgeNotServed        503  the engine refused or failed the virtual prefix
+├── UpstreamUnavailable       502  Retry-After
+└── UpstreamTimeout           504
+
+ConfigurationError            not a request's fault: the process does not start
+"""
+
+from typing import ClassVar
+
+
+class ConfigurationError(Exception):
+    """The settings cannot work; `problems` lists all of them."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class RouterError(Exception):
+    """Base of all errors answered to a client; `param` names the offending field."""
+
+    status: ClassVar[int] = 500
+    openai_type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+    retry_after_s: ClassVar[int | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(RouterError):
+    """The request itself is wrong."""
+
+    status = 400
+    openai_type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class UnknownModel(RouterError):
+    """No replica serves the model."""
+
+    status = 404
+    openai_type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class UnknownCartridge(RouterError):
+    """No such Cartridge for this caller."""
+
+    status = 404
+    openai_type = "invalid_request_error"
+    code = "cartridge_not_found"
+
+
+class UnknownReceipt(RouterError):
+    """No receipt under that request id."""
+
+    status = 404
+    openai_type = "invalid_request_error"
+    code = "receipt_not_found"
+
+
+class IncompatibleCartridge(RouterError):
+    """The Cartridge does not fit the model, the route, or the others."""
+
+    status = 409
+    openai_type = "invalid_request_error"
+    code = "cartridge_incompatible"
+
+
+class RequestTooLarge(RouterError):
+    """The body is larger than the limit."""
+
+    status = 413
+    openai_type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class ContextTooLong(RouterError):
+    """Cartridges and prompt do not fit the context."""
+
+    status = 422
+    openai_type = "invalid_request_error"
+    code = "context_length_exceeded"
+
+
+class AllReplicasSaturated(RouterError):
+    """Every replica that could serve is at its limit."""
+
+    status = 429
+    openai_type = "rate_limit_error"
+    code = "all_replicas_saturated"
+    retry_after_s = 1
+
+
+class NoEligibleReplica(RouterError):
+    """No replica can serve the request at all."""
+
+    status = 503
+    code = "no_eligible_replica"
+    retry_after_s = 2
+
+
+class CartridgeNotServed(RouterError):
+    """The engine did not serve the virtual prefix; nothing was generated from it."""
+
+    status = 503
+    code = "cartridge_not_served"
+    retry_after_s = 2
+
+
+class UpstreamUnavailable(RouterError):
+    """No replica could be reached, or it broke off before an answer."""
+
+    status = 502
+    code = "upstream_unavailable"
+    retry_after_s = 2
+
+
+class UpstreamTimeout(RouterError):
+    """A replica accepted the request and did not answer in time."""
+
+    status = 504
+    code = "upstream_timeout"

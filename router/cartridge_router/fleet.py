@@ -1,0 +1,161 @@
+"""The replicas: where they are, whether they answer, what they serve, what is in flight.
+
+Owns health, capability and the in-flight counts. Refuses to rank, and counts in-flight requests
+through a context manager only.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_KV_TRANSFER_PARAMS
+from cartridge_proto.residency import ReplicaId
+
+logger = logging.getLogger(__name__)
+
+
+class _ModelEntry(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelEntry]
+
+
+@dataclass
+class Replica:
+    """One replica as the fleet sees it.
+
+    `has_extension`: whether it attends over Cartridges; `None` = not known yet.
+    """
+
+    replica: ReplicaId
+    url: str
+    is_healthy: bool = False
+    models: dict[str, int | None] = field(default_factory=dict)
+    """Served model -> context limit in tokens, if it says."""
+    has_extension: bool | None = None
+    num_in_flight: int = 0
+    num_failures: int = 0
+
+
+class Fleet:
+    """All replicas, watched by one task each while `watch` runs.
+
+    `must_probe_extension(replica)` says whether nothing else tells what the replica can do.
+    """
+
+    def __init__(
+        self,
+        urls: Mapping[ReplicaId, str],
+        *,
+        session: aiohttp.ClientSession,
+        probe_interval_s: float,
+        probe_timeout_s: float,
+        num_failures: int,
+        must_probe_extension: Callable[[ReplicaId], bool] = lambda replica: False,
+    ) -> None:
+        self._replicas = {name: Replica(name, url) for name, url in urls.items()}
+        self._session = session
+        self._probe_interval_s = probe_interval_s
+        self._timeout = aiohttp.ClientTimeout(total=probe_timeout_s)
+        self._num_failures = num_failures
+        self._must_probe_extension = must_probe_extension
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All replicas in the order of the settings."""
+        return list(self._replicas.values())
+
+    def url(self, replica: ReplicaId) -> str:
+        """Base URL of a replica."""
+        return self._replicas[replica].url
+
+    def serves(self, model: str) -> bool:
+        """Whether any replica has ever said that it serves a model."""
+        return any(model in replica.models for replica in self._replicas.values())
+
+    @contextlib.contextmanager
+    def in_flight(self, replica: ReplicaId) -> Iterator[None]:
+        """Count one request for as long as the block runs."""
+        entry = self._replicas[replica]
+        entry.num_in_flight += 1
+        try:
+            yield
+        finally:
+            entry.num_in_flight -= 1
+
+    def note_connect_failure(self, replica: ReplicaId) -> None:
+        """A request could not be delivered: no more traffic until a probe succeeds."""
+        entry = self._replicas[replica]
+        entry.is_healthy = False
+        entry.has_extension = None
+
+    async def watch(self) -> None:
+        """Probe all replicas until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for replica in self._replicas.values():
+                group.create_task(self._watch_one(replica))
+
+    async def _watch_one(self, replica: Replica) -> None:
+        while True:
+            await self.probe(replica)
+            await asyncio.sleep(self._probe_interval_s)
+
+    async def probe(self, replica: Replica) -> None:
+        """Ask one replica whether it is well and what it serves."""
+        try:
+            async with self._session.get(f"{replica.url}/health", timeout=self._timeout) as answer:
+                answer.raise_for_status()
+            async with self._session.get(
+                f"{replica.url}/v1/models", timeout=self._timeout
+            ) as answer:
+                answer.raise_for_status()
+                listed = msgspec.json.decode(await answer.read(), type=_ModelList)
+            replica.models = {entry.id: entry.max_model_len for entry in listed.data}
+            if replica.has_extension is None and self._must_probe_extension(replica.replica):
+                replica.has_extension = await self._find_extension(replica)
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+            replica.num_failures += 1
+            if replica.num_failures >= self._num_failures and replica.is_healthy:
+                logger.warning("replica %s is unhealthy: %r", replica.replica, error)
+                replica.is_healthy = False
+                replica.has_extension = None
+            return
+        replica.num_failures = 0
+        if not replica.is_healthy:
+            logger.info("replica %s is healthy, serves %s", replica.replica, list(replica.models))
+        replica.is_healthy = True
+
+    async def _find_extension(self, replica: Replica) -> bool | None:
+        """Tell an engine with the extension from a stock one, which ignores Cartridges silently.
+
+        The question carries an empty message: the extension fails it, a stock engine answers.
+        """
+        model = next(iter(replica.models), None)
+        if model is None:
+            return None
+        question = {
+            "model": model,
+            "prompt": [0],
+            "max_tokens": 1,
+            FIELD_KV_TRANSFER_PARAMS: {FIELD_CARTRIDGES: {}},
+        }
+        timeout = aiohttp.ClientTimeout(total=60)
+        async with self._session.post(
+            f"{replica.url}/v1/completions", json=question, timeout=timeout
+        ) as answer:
+            await answer.read()
+            has_extension = answer.status >= 400
+        logger.info(
+            "replica %s %s the Cartridge extension",
+            replica.replica,
+            "has" if has_extension else "does not have",
+        )
+        return has_extension

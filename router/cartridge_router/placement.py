@@ -1,0 +1,182 @@
+"""Which replica a request goes to: builds the view, asks the policy, says why.
+
+Owns the translation of fleet, map and selection into a policy's view. Refuses weights, thresholds
+and retries of its own.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cartridge_policies.types import (
+    ArtifactDemand,
+    ClusterView,
+    Decision,
+    Demand,
+    MapMode,
+    PlacementPolicy,
+    Refusal,
+    RefusalKind,
+    ReplicaView,
+)
+from cartridge_proto.compatibility import incompatibilities
+from cartridge_proto.names import FIELD_CARTRIDGE_IDS
+from cartridge_proto.residency import TIERS_FASTEST_FIRST, ReplicaId, Tier
+from cartridge_router.errors import (
+    AllReplicasSaturated,
+    ContextTooLong,
+    IncompatibleCartridge,
+    NoEligibleReplica,
+    RouterError,
+    UnknownModel,
+)
+from cartridge_router.fleet import Fleet, Replica
+from cartridge_router.request import ParsedRequest
+from cartridge_router.residency_map import ResidencyMap
+from cartridge_router.selection import Selection
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A decision, and what the client is told of it."""
+
+    decision: Decision
+    mode: MapMode
+    map_age_s: float | None
+    is_certified: bool
+
+    @property
+    def replica(self) -> ReplicaId:
+        """The chosen replica."""
+        return self.decision.best.replica
+
+    @property
+    def tier(self) -> Tier | None:
+        """Slowest tier that the chosen replica reads a Cartridge from; `None` without any."""
+        tiers = self.decision.best.tiers
+        return max(tiers, key=TIERS_FASTEST_FIRST.index) if tiers else None
+
+    @property
+    def reason(self) -> str:
+        """One word on why, and whether the composition is certified."""
+        mode = "" if self.mode is MapMode.EXACT else f"; map={self.mode}"
+        return self.decision.reason + mode + ("" if self.is_certified else "; uncertified")
+
+
+class _Hindrance(Exception):
+    """Why one replica cannot take a request, with the error if that is the reason of all."""
+
+    def __init__(self, text: str, error: RouterError | None = None) -> None:
+        super().__init__(text)
+        self.text = text
+        self.error = error
+
+
+class Placer:
+    """Places requests with one policy."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        residency: ResidencyMap,
+        policy: PlacementPolicy,
+        max_in_flight: int | None,
+    ) -> None:
+        self._fleet = fleet
+        self._map = residency
+        self._policy = policy
+        self._max_in_flight = max_in_flight
+        self._ticks = itertools.count()
+
+    def place(self, request: ParsedRequest, selection: Selection) -> Placement:
+        """Choose a replica.
+
+        Raises:
+            UnknownModel: no replica serves the model.
+            IncompatibleCartridge: every replica that could serve lacks what the Cartridge needs.
+            ContextTooLong: the Cartridges fill the context of every replica that could serve.
+            NoEligibleReplica: none is able, for other reasons.
+            AllReplicasSaturated: all that are able are at their limit.
+        """
+        hindrances: dict[ReplicaId, _Hindrance] = {}
+        views = []
+        for replica in self._fleet.replicas:
+            try:
+                self._check(replica, request, selection)
+                refusal = None
+            except _Hindrance as hindrance:
+                hindrances[replica.replica] = hindrance
+                refusal = hindrance.text
+            views.append(self._view(replica, refusal))
+        demand = Demand(
+            model=request.model,
+            artifacts=tuple(
+                ArtifactDemand(c.digest, c.manifest.payload_bytes, c.manifest.num_tokens)
+                for c in selection.cartridges
+            ),
+            num_live_tokens=request.num_live_tokens,
+        )
+        mode, age_s = self._map.mode, self._map.age_s
+        view = ClusterView(tuple(views), mode, next(self._ticks))
+        decision = self._policy.decide(demand, view)
+        if isinstance(decision, Refusal):
+            raise self._error(request, decision, hindrances)
+        return Placement(decision, mode, age_s, selection.is_certified)
+
+    def _view(self, replica: Replica, refusal: str | None) -> ReplicaView:
+        return ReplicaView(
+            replica=replica.replica,
+            num_in_flight=replica.num_in_flight,
+            max_in_flight=self._max_in_flight,
+            tiers=self._map.tiers(replica.replica),
+            refusal=refusal,
+        )
+
+    def _check(self, replica: Replica, request: ParsedRequest, selection: Selection) -> None:
+        if not replica.is_healthy:
+            raise _Hindrance("unhealthy")
+        if request.model not in replica.models:
+            raise _Hindrance(f"does not serve {request.model}")
+        if not selection.cartridges:
+            return
+        registration = self._map.registration(replica.replica)
+        if registration is None:
+            self._check_unregistered(replica)
+        else:
+            for cartridge in selection.cartridges:
+                mismatches = incompatibilities(cartridge.manifest, registration.engine)
+                if mismatches:
+                    text = f"{cartridge.manifest.alias}: {mismatches[0]}"
+                    raise _Hindrance(text, IncompatibleCartridge(text, param=FIELD_CARTRIDGE_IDS))
+        limit = replica.models[request.model]
+        if limit is not None and selection.num_tokens + 1 >= limit:
+            text = (
+                f"the Cartridges have {selection.num_tokens} tokens; the context of "
+                f"{request.model} holds {limit}, prompt and answer included"
+            )
+            raise _Hindrance(text, ContextTooLong(text, param=FIELD_CARTRIDGE_IDS))
+
+    def _check_unregistered(self, replica: Replica) -> None:
+        """A replica without a lease: away from the fleet, or there is no map to say so."""
+        if self._map.mode is not MapMode.FALLBACK:
+            raise _Hindrance("not registered: no lease in the residency map")
+        if not replica.has_extension:
+            raise _Hindrance("not known to have the Cartridge extension")
+
+    def _error(
+        self,
+        request: ParsedRequest,
+        refusal: Refusal,
+        hindrances: Mapping[ReplicaId, _Hindrance],
+    ) -> RouterError:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusal.reasons.items())
+        if refusal.kind is RefusalKind.SATURATED:
+            return AllReplicasSaturated(f"all replicas are busy ({reasons})")
+        for hindrance in hindrances.values():
+            if hindrance.error is not None:
+                return hindrance.error
+        knows_models = any(replica.models for replica in self._fleet.replicas)
+        if knows_models and not self._fleet.serves(request.model):
+            return UnknownModel(f"no replica serves the model {request.model!r}", param="model")
+        return NoEligibleReplica(f"no replica can serve this request ({reasons or 'none is set'})")

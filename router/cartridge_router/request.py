@@ -1,0 +1,164 @@
+"""What the gateway reads of a request, and what it writes into the body that goes to an engine.
+
+Owns the fields the gateway knows. Refuses to know any other: they pass as bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from cartridge_proto.composition import CompositionMessage, cache_salt
+from cartridge_proto.digest import Digest
+from cartridge_proto.names import (
+    FIELD_ADD_SPECIAL_TOKENS,
+    FIELD_CACHE_SALT,
+    FIELD_CARTRIDGE_IDS,
+    FIELD_CARTRIDGES,
+    FIELD_CHAT_TEMPLATE_KWARGS,
+    FIELD_KV_HINTS,
+    FIELD_KV_TRANSFER_PARAMS,
+    HEADER_CARTRIDGE_IDS,
+    TEMPLATE_SWITCH,
+)
+from cartridge_router.body import InvalidBody, JsonBody
+from cartridge_router.errors import InvalidRequest
+
+MAX_CARTRIDGES = 16
+MAX_CARTRIDGE_ID_CHARS = 257
+BYTES_PER_TOKEN = 4
+"""Rough length of a token in a JSON body, for the prefill estimate."""
+
+_CLIENT_MUST_NOT_SEND = (FIELD_KV_TRANSFER_PARAMS, FIELD_CACHE_SALT, FIELD_KV_HINTS)
+
+
+class Route(StrEnum):
+    """OpenAI routes by what the gateway does with them."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    OTHER = "other"
+    """Anything else under /v1/: passed to a replica of the model, without Cartridges."""
+
+
+class _Fields(msgspec.Struct):
+    model: str
+    cartridge_ids: list[str] | None = None
+    stream: bool | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """One request. `cartridge_ids` is `None` when the client said nothing, `()` for "none"."""
+
+    route: Route
+    body: JsonBody
+    model: str
+    cartridge_ids: tuple[str, ...] | None
+    is_stream: bool
+    num_live_tokens: int
+    """Estimate from the body's size."""
+
+
+def parse_request(route: Route, data: bytes, headers: Mapping[str, str]) -> ParsedRequest:
+    """Read the fields the gateway knows.
+
+    Raises:
+        InvalidRequest: naming the field and, for limits, the limit.
+    """
+    try:
+        body = JsonBody(data)
+    except InvalidBody as error:
+        raise InvalidRequest(f"the body is {error}") from error
+    present = {
+        name: body.members[name].value for name in _Fields.__struct_fields__ & body.members.keys()
+    }
+    try:
+        fields = msgspec.json.decode(
+            b"{" + b",".join(msgspec.json.encode(n) + b":" + v for n, v in present.items()) + b"}",
+            type=_Fields,
+        )
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from error
+    cartridge_ids = _cartridge_ids(fields.cartridge_ids, headers.get(HEADER_CARTRIDGE_IDS))
+    if cartridge_ids:
+        _refuse_unreadable_prefix(fields)
+    return ParsedRequest(
+        route=route,
+        body=body,
+        model=fields.model,
+        cartridge_ids=cartridge_ids,
+        is_stream=bool(fields.stream),
+        num_live_tokens=len(data) // BYTES_PER_TOKEN,
+    )
+
+
+def _cartridge_ids(field: list[str] | None, header: str | None) -> tuple[str, ...] | None:
+    if field is None and header is not None:
+        field = [part.strip() for part in header.split(",") if part.strip()]
+    if field is None:
+        return None
+    if len(field) > MAX_CARTRIDGES:
+        raise InvalidRequest(
+            f"{FIELD_CARTRIDGE_IDS}: {len(field)} given; the limit is {MAX_CARTRIDGES}",
+            param=FIELD_CARTRIDGE_IDS,
+        )
+    for cartridge_id in field:
+        if len(cartridge_id) > MAX_CARTRIDGE_ID_CHARS:
+            raise InvalidRequest(
+                f"{FIELD_CARTRIDGE_IDS}: an id of {len(cartridge_id)} characters; the limit is "
+                f"{MAX_CARTRIDGE_ID_CHARS}",
+                param=FIELD_CARTRIDGE_IDS,
+            )
+    return tuple(field)
+
+
+def _refuse_unreadable_prefix(fields: _Fields) -> None:
+    """A virtual prefix has no token ids: nothing can be said of them one by one."""
+    if fields.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs cannot be given with Cartridges: their positions have no tokens",
+            param="prompt_logprobs",
+        )
+    if fields.echo:
+        raise InvalidRequest(
+            "echo cannot be given with Cartridges: their positions have no text", param="echo"
+        )
+
+
+def engine_body(
+    request: ParsedRequest, message: CompositionMessage | None, *, is_trusted: bool
+) -> bytes:
+    """The bytes that go to an engine.
+
+    `cartridge_ids` is always taken out; engine-internal fields are, unless the client is trusted.
+    With a composition the gateway's own fields are put in, whoever sent them.
+    """
+    remove = [FIELD_CARTRIDGE_IDS, *(() if is_trusted else _CLIENT_MUST_NOT_SEND)]
+    if message is None:
+        return request.body.edited(remove=remove)
+    add = {
+        FIELD_KV_TRANSFER_PARAMS: msgspec.json.encode({FIELD_CARTRIDGES: message}),
+        FIELD_CACHE_SALT: msgspec.json.encode(cache_salt(Digest(message.composition))),
+    }
+    if request.route is Route.CHAT:
+        add[FIELD_CHAT_TEMPLATE_KWARGS] = _template_kwargs(request.body)
+    else:
+        # A BOS in the middle of the sequence would change the answer.
+        add[FIELD_ADD_SPECIAL_TOKENS] = b"false"
+    return request.body.edited(remove=remove, add=add)
+
+
+def _template_kwargs(body: JsonBody) -> bytes:
+    present = body.members.get(FIELD_CHAT_TEMPLATE_KWARGS)
+    if present is None or present.value == b"null":
+        return msgspec.json.encode({TEMPLATE_SWITCH: True})
+    try:
+        return JsonBody(present.value).edited(add={TEMPLATE_SWITCH: b"true"})
+    except InvalidBody as error:
+        raise InvalidRequest(
+            f"{FIELD_CHAT_TEMPLATE_KWARGS}: {error}", param=FIELD_CHAT_TEMPLATE_KWARGS
+        ) from error

@@ -1,0 +1,288 @@
+"""A local mirror of the residency map: what each live replica holds, and how old that is.
+
+Owns the rows, the modes and the task that reads Redis. Refuses to write Redis, to be asked for
+anything that waits, and to believe a record whose signature, schema or epoch is off.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from cartridge_policies.types import MapMode
+from cartridge_proto.codec import RejectedRecord, unseal
+from cartridge_proto.digest import Digest
+from cartridge_proto.names import (
+    REDIS_CHANGES,
+    REDIS_RECEIPTS,
+    REDIS_REPLICAS,
+    STREAM_FIELD,
+    lease_key,
+    residency_key,
+)
+from cartridge_proto.residency import (
+    TIERS_FASTEST_FIRST,
+    Receipt,
+    Registration,
+    ReplicaId,
+    ResidencyChange,
+    ResidencyRecord,
+    ResidencyState,
+    Tier,
+)
+
+T = TypeVar("T", ResidencyRecord, ResidencyChange, Registration, Receipt)
+
+logger = logging.getLogger(__name__)
+
+REDIS_TIMEOUT_S = 3.0
+BLOCK_MS = 500
+RECONNECT_S = 0.5
+MAX_REPLICAS = 4096
+MAX_ROWS = 100_000
+MAX_STREAM_BATCH = 512
+
+
+@dataclass
+class _Rows:
+    """One live replica."""
+
+    registration: Registration
+    seq: int
+    records: dict[Digest, ResidencyRecord] = field(default_factory=dict)
+
+
+class ResidencyMap:
+    """Rows of all live replicas. For use from one event loop.
+
+    `on_rejected(reason)` is called for each record that is not believed.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: bytes | None,
+        stale_after_s: float,
+        fallback_after_s: float,
+        on_rejected: Callable[[str], None] = lambda reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._key = key
+        self._stale_after_s = stale_after_s
+        self._fallback_after_s = fallback_after_s
+        self._on_rejected = on_rejected
+        self._clock = clock
+        self._replicas: dict[ReplicaId, _Rows] = {}
+        self._synced_s: float | None = None
+
+    # --- reading -------------------------------------------------------------------------------
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the map was last known to be true; `None` = never."""
+        return None if self._synced_s is None else self._clock() - self._synced_s
+
+    @property
+    def mode(self) -> MapMode:
+        """How far the map can be believed now."""
+        age_s = self.age_s
+        if age_s is None or age_s >= self._fallback_after_s:
+            return MapMode.FALLBACK
+        return MapMode.DEGRADED if age_s >= self._stale_after_s else MapMode.EXACT
+
+    def tiers(self, replica: ReplicaId) -> dict[Digest, Tier]:
+        """Tier of each artifact that is ready on a replica; empty without a map."""
+        rows = self._replicas.get(replica)
+        if rows is None or self.mode is MapMode.FALLBACK:
+            return {}
+        return {
+            digest: record.tier
+            for digest, record in rows.records.items()
+            if record.state is ResidencyState.READY
+        }
+
+    def registration(self, replica: ReplicaId) -> Registration | None:
+        """What a replica says of itself; kept through `degraded` and `fallback`."""
+        rows = self._replicas.get(replica)
+        return rows.registration if rows is not None else None
+
+    def holders(self, digest: Digest) -> list[tuple[ReplicaId, Tier]]:
+        """Replicas on which an artifact is ready, fastest tier first."""
+        found = [
+            (replica, tiers[digest])
+            for replica in self._replicas
+            if digest in (tiers := self.tiers(replica))
+        ]
+        return sorted(found, key=lambda pair: (TIERS_FASTEST_FIRST.index(pair[1]), pair[0]))
+
+    # --- writing: the reader task, and tests -----------------------------------------------------
+    def mark_synced(self) -> None:
+        """The map is true as of now."""
+        self._synced_s = self._clock()
+
+    def keep_only(self, live: set[ReplicaId]) -> None:
+        """Forget replicas whose lease has ended."""
+        for replica in set(self._replicas) - live:
+            del self._replicas[replica]
+
+    def read_registration(self, replica: ReplicaId, data: bytes) -> Registration | None:
+        """Decode a lease's value; `None` when it is not believed."""
+        registration = self._unseal(data, Registration)
+        if registration is not None and registration.replica != replica:
+            self._on_rejected("foreign")
+            return None
+        return registration
+
+    def needs_rows(self, registration: Registration) -> bool:
+        """Whether this registration tells of changes that the mirror has not seen."""
+        rows = self._replicas.get(ReplicaId(registration.replica))
+        return (
+            rows is None
+            or rows.registration.epoch != registration.epoch
+            or rows.seq < registration.seq
+        )
+
+    def put_rows(self, registration: Registration, rows: dict[bytes, bytes]) -> None:
+        """Replace everything known of one replica."""
+        replica = ReplicaId(registration.replica)
+        records: dict[Digest, ResidencyRecord] = {}
+        for digest, data in list(rows.items())[:MAX_ROWS]:
+            record = self._unseal(data, ResidencyRecord)
+            if record is None:
+                continue
+            if record.replica != replica or record.digest.encode() != digest:
+                self._on_rejected("foreign")
+            elif record.epoch == registration.epoch:
+                records[Digest(record.digest)] = record
+        self._replicas[replica] = _Rows(registration, registration.seq, records)
+
+    def renew(self, registration: Registration) -> None:
+        """Take in a registration that brings no new rows."""
+        rows = self._replicas.get(ReplicaId(registration.replica))
+        if rows is not None:
+            rows.registration = registration
+
+    def apply(self, data: bytes) -> None:
+        """Take in one change of the stream."""
+        change = self._unseal(data, ResidencyChange)
+        if change is None:
+            return
+        rows = self._replicas.get(ReplicaId(change.replica))
+        record = change.record
+        if record is not None and (record.replica, record.epoch, record.digest) != (
+            change.replica,
+            change.epoch,
+            change.digest,
+        ):
+            self._on_rejected("foreign")
+            return
+        # A new epoch or a gap is mended by the next look at the lease, which then reads all rows.
+        if rows is None or change.epoch != rows.registration.epoch or change.seq != rows.seq + 1:
+            return
+        rows.seq = change.seq
+        if record is None:
+            rows.records.pop(Digest(change.digest), None)
+        else:
+            rows.records[Digest(change.digest)] = record
+
+    def read_receipt(self, data: bytes) -> Receipt | None:
+        """Decode a receipt; `None` when it is not believed."""
+        return self._unseal(data, Receipt)
+
+    def _unseal(self, data: bytes, kind: type[T]) -> T | None:
+        try:
+            return unseal(data, kind, self._key)
+        except RejectedRecord as error:
+            logger.warning("record not believed: %s", error)
+            self._on_rejected("rejected")
+            return None
+
+
+class RedisReader:
+    """Keeps a `ResidencyMap` true, and hands receipts on. Run it as one task."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        residency: ResidencyMap,
+        on_receipt: Callable[[Receipt], None],
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._url = url
+        self._map = residency
+        self._on_receipt = on_receipt
+        self._on_change = on_change
+
+    async def run(self) -> None:
+        """Read until cancelled; reconnects for ever."""
+        while True:
+            # A connection that was cancelled in the middle of an answer must not be used again.
+            client = redis.asyncio.Redis.from_url(
+                self._url,
+                socket_timeout=REDIS_TIMEOUT_S,
+                socket_connect_timeout=REDIS_TIMEOUT_S,
+                single_connection_client=True,
+            )
+            try:
+                await self._follow(client)
+            except (RedisError, OSError) as error:
+                logger.warning("Redis cannot be read: %s", error)
+            finally:
+                await client.aclose()
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _follow(self, client: redis.asyncio.Redis) -> None:
+        positions: dict[Any, Any] = {
+            stream: await _last_id(client, stream) for stream in (REDIS_CHANGES, REDIS_RECEIPTS)
+        }
+        next_look_s = 0.0
+        while True:
+            if time.monotonic() >= next_look_s:
+                await self._read_leases(client)
+                next_look_s = time.monotonic() + BLOCK_MS / 1000
+            # redis-py types answers for every protocol and decoding; these are bytes.
+            batches: Any = await client.xread({**positions}, count=MAX_STREAM_BATCH, block=BLOCK_MS)
+            for stream, entries in batches:
+                name = stream.decode()
+                for entry_id, values in entries:
+                    positions[name] = entry_id.decode()
+                    self._take(name, values.get(STREAM_FIELD.encode(), b""))
+            self._map.mark_synced()
+            self._on_change()
+
+    def _take(self, stream: str, data: bytes) -> None:
+        if stream == REDIS_CHANGES:
+            self._map.apply(data)
+            return
+        receipt = self._map.read_receipt(data)
+        if receipt is not None:
+            self._on_receipt(receipt)
+
+    async def _read_leases(self, client: redis.asyncio.Redis) -> None:
+        members: Any = await client.smembers(REDIS_REPLICAS)
+        names: list[bytes] = sorted(members)[:MAX_REPLICAS]
+        replicas = [ReplicaId(name.decode("utf-8", "replace")) for name in names]
+        leases: Any = await client.mget([lease_key(r) for r in replicas]) if replicas else []
+        live = set()
+        for replica, data in zip(replicas, leases, strict=True):
+            registration = self._map.read_registration(replica, data) if data else None
+            if registration is None:
+                continue
+            live.add(replica)
+            if self._map.needs_rows(registration):
+                rows: Any = await client.hgetall(residency_key(replica))
+                self._map.put_rows(registration, rows)
+            else:
+                self._map.renew(registration)
+        self._map.keep_only(live)
+        self._map.mark_synced()
+
+
+async def _last_id(client: redis.asyncio.Redis, stream: str) -> str:
+    entries: Any = await client.xrevrange(stream, count=1)
+    return str(entries[0][0].decode()) if entries else "0-0"

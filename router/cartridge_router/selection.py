@@ -1,0 +1,178 @@
+"""Which Cartridges a request gets, in which order and layout.
+
+Owns the resolution of names to manifests and the rules for joining them. Refuses to know replicas
+or load.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cartridge_proto.composition import (
+    CompositionItem,
+    CompositionMessage,
+    OnMiss,
+    composition_digest,
+    layout_offsets,
+    model_fingerprint,
+)
+from cartridge_proto.manifest import CompositionClass, ConventionKind, PositionLayout
+from cartridge_proto.names import FIELD_CARTRIDGE_IDS
+from cartridge_router.catalog import Cartridge, Catalog
+from cartridge_router.errors import IncompatibleCartridge, InvalidRequest, UnknownCartridge
+from cartridge_router.request import ParsedRequest, Route
+
+
+class SelectedBy(StrEnum):
+    """How the set was found."""
+
+    EXPLICIT = "explicit"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """An ordered set of Cartridges, where each stands, and how it was found."""
+
+    cartridges: tuple[Cartridge, ...]
+    layout: PositionLayout
+    how: SelectedBy
+    is_certified: bool = True
+    """False when isolated artifacts are joined because the operator allows it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Virtual length."""
+        return sum(cartridge.manifest.num_tokens for cartridge in self.cartridges)
+
+    def message(self, *, request_id: str, scope: str, deadline_ms: int) -> CompositionMessage:
+        """What an engine is told."""
+        lengths = [cartridge.manifest.num_tokens for cartridge in self.cartridges]
+        items = [
+            CompositionItem(digest=cartridge.digest, num_tokens=length, offset=offset)
+            for cartridge, length, offset in zip(
+                self.cartridges, lengths, layout_offsets(self.layout, lengths), strict=True
+            )
+        ]
+        visibility = [True] * len(items)
+        return CompositionMessage(
+            v=1,
+            request_id=request_id,
+            composition=composition_digest(
+                scope=scope,
+                layout=self.layout,
+                items=items,
+                visibility=visibility,
+                fingerprint=model_fingerprint(self.cartridges[0].manifest.model),
+            ),
+            scope=scope,
+            layout=self.layout,
+            items=items,
+            visibility=visibility,
+            deadline_ms=deadline_ms,
+            on_miss=OnMiss.FAIL,
+        )
+
+
+NO_CARTRIDGES = Selection((), PositionLayout.SEQUENTIAL, SelectedBy.NONE)
+
+_CONVENTION_OF_ROUTE = {
+    Route.CHAT: ConventionKind.SYSTEM_TURN,
+    Route.COMPLETIONS: ConventionKind.DOCUMENT,
+}
+
+
+class Selector:
+    """Resolves what a request names."""
+
+    def __init__(self, catalog: Catalog, *, allow_uncertified_composition: bool) -> None:
+        self._catalog = catalog
+        self._allow_uncertified = allow_uncertified_composition
+
+    def select(self, request: ParsedRequest, tenant: str) -> Selection:
+        """The Cartridges of a request, in the order given.
+
+        Raises:
+            UnknownCartridge: a name that this tenant has no Cartridge for.
+            IncompatibleCartridge: they do not fit the route or one another; names the field.
+            InvalidRequest: the route takes none, or one is named twice.
+        """
+        if not request.cartridge_ids:
+            return NO_CARTRIDGES
+        if request.route is Route.OTHER:
+            raise InvalidRequest(
+                f"{FIELD_CARTRIDGE_IDS} works on {Route.CHAT} and {Route.COMPLETIONS}",
+                param=FIELD_CARTRIDGE_IDS,
+            )
+        found = tuple(self._find(name, tenant) for name in request.cartridge_ids)
+        digests = [cartridge.digest for cartridge in found]
+        if len(set(digests)) != len(digests):
+            raise InvalidRequest(
+                f"{FIELD_CARTRIDGE_IDS}: the same Cartridge twice", param=FIELD_CARTRIDGE_IDS
+            )
+        _check_convention(found, _CONVENTION_OF_ROUTE[request.route], request.route)
+        _check_same_model(found)
+        is_certified = self._check_joinable(found)
+        return Selection(
+            found,
+            found[0].manifest.composition.position_layout,
+            SelectedBy.EXPLICIT,
+            is_certified,
+        )
+
+    def _find(self, name: str, tenant: str) -> Cartridge:
+        cartridge = self._catalog.find(name, tenant)
+        if cartridge is None:
+            raise UnknownCartridge(f"no Cartridge {name!r}", param=FIELD_CARTRIDGE_IDS)
+        return cartridge
+
+    def _check_joinable(self, found: tuple[Cartridge, ...]) -> bool:
+        """Whether the set is certified.
+
+        Raises:
+            IncompatibleCartridge: it is not, and the operator does not allow that.
+        """
+        if len(found) == 1:
+            return True
+        parts = [cartridge.manifest.composition for cartridge in found]
+        if len({part.position_layout for part in parts}) > 1:
+            raise _conflict("composition.position_layout", [part.position_layout for part in parts])
+        if len({part.set_id for part in parts}) > 1:
+            raise _conflict("composition.set_id", [str(part.set_id) for part in parts])
+        if parts[0].composition_class is CompositionClass.JOINT:
+            largest = min(part.max_set_size or 1 for part in parts)
+            if len(found) > largest:
+                raise _conflict("composition.max_set_size", [str(largest)])
+            return True
+        if not self._allow_uncertified:
+            raise IncompatibleCartridge(
+                "composition.class: isolated Cartridges are not joined unless the operator sets "
+                "cartridges.allow_uncertified_composition",
+                param=FIELD_CARTRIDGE_IDS,
+            )
+        return False
+
+
+def _check_convention(found: tuple[Cartridge, ...], wanted: ConventionKind, route: Route) -> None:
+    for cartridge in found:
+        kind = cartridge.manifest.prompt_convention.kind
+        if kind is not wanted:
+            raise IncompatibleCartridge(
+                f"prompt_convention.kind: {cartridge.manifest.alias} is a {kind}; {route} takes "
+                f"{wanted}",
+                param=FIELD_CARTRIDGE_IDS,
+            )
+
+
+def _check_same_model(found: tuple[Cartridge, ...]) -> None:
+    models = [cartridge.manifest.model for cartridge in found]
+    for field in models[0].__struct_fields__:
+        values = [getattr(model, field) for model in models]
+        if field != "name" and any(value != values[0] for value in values):
+            raise _conflict(f"model.{field}", [str(value) for value in values])
+
+
+def _conflict(field: str, values: list[str]) -> IncompatibleCartridge:
+    return IncompatibleCartridge(
+        f"{field}: the Cartridges do not go together ({', '.join(values)})",
+        param=FIELD_CARTRIDGE_IDS,
+    )

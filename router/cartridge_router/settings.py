@@ -1,0 +1,229 @@
+"""All settings of the gateway: typed, validated as a whole, with a JSON Schema.
+
+Owns names, defaults and where values come from: defaults, then file, then environment, then flags.
+Refuses unknown keys, and reports every problem in one message.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import jsonschema
+import msgspec
+import yaml
+
+from cartridge_policies import POLICIES
+from cartridge_proto.names import ENV_PREFIX
+from cartridge_proto.residency import ReplicaId
+from cartridge_router.errors import ConfigurationError
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+PositiveCount = Annotated[int, msgspec.Meta(gt=0)]
+
+_REPLICA = re.compile(r"(?:(?P<name>[A-Za-z0-9._-]{1,128})=)?(?P<url>https?://[^\s/?#,]+)/?")
+_NOT_FROM_ENVIRONMENT = frozenset({"CONFIG", "RESIDENCY_KEY"})
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the settings' structs: frozen and closed."""
+
+
+class ForwardingSettings(_Section, frozen=True, kw_only=True):
+    """How requests go to replicas."""
+
+    connect_timeout_s: PositiveSeconds = 2.0
+    first_byte_timeout_s: PositiveSeconds = 600.0
+    idle_timeout_s: PositiveSeconds = 300.0
+    """Longest silence within an answer."""
+    max_attempts: PositiveCount = 3
+    """Replicas that are tried before the first byte of an answer."""
+
+
+class PlacementSettings(_Section, frozen=True, kw_only=True):
+    """Which replica, and the priors it is predicted with (policies/README.md)."""
+
+    policy: str = "cartridge_aware"
+    max_in_flight: PositiveCount | None = None
+    """Limit of requests in flight for each replica; absent = none."""
+    queue_s_per_request: Annotated[float, msgspec.Meta(ge=0)] = 0.05
+    prefill_base_s: Annotated[float, msgspec.Meta(ge=0)] = 0.01
+    prefill_s_per_token: Annotated[float, msgspec.Meta(ge=0)] = 0.0005
+
+
+class CartridgeSettings(_Section, frozen=True, kw_only=True):
+    """How Cartridges may be used."""
+
+    load_deadline_ms: Annotated[int, msgspec.Meta(gt=0, le=3_600_000)] = 30_000
+    allow_uncertified_composition: bool = False
+    """Join isolated artifacts that were not trained to be read together."""
+    refresh_s: PositiveSeconds = 2.0
+    """How often the store is looked through for new aliases."""
+
+
+class ResidencySettings(_Section, frozen=True, kw_only=True):
+    """How far the map is believed."""
+
+    stale_after_s: PositiveSeconds = 3.0
+    """Age from which the map is `degraded`."""
+    fallback_after_s: PositiveSeconds = 30.0
+    """Age from which there is no map."""
+
+
+class FleetSettings(_Section, frozen=True, kw_only=True):
+    """How replicas are watched."""
+
+    probe_interval_s: PositiveSeconds = 1.0
+    probe_timeout_s: PositiveSeconds = 2.0
+    num_failures: PositiveCount = 2
+    """Failed probes in a row until a replica is unhealthy."""
+
+
+class Settings(_Section, frozen=True, kw_only=True):
+    """The whole. `--replicas` alone makes an ordinary OpenAI proxy."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    replicas: list[str] = []
+    """`URL` or `name=URL`; the name defaults to host:port."""
+    redis_url: str | None = None
+    store: str | None = None
+    """Folder of the Cartridge store."""
+    tenant: str = "public"
+    """Tenant of all requests."""
+    trust_client_fields: bool = False
+    """Let clients send kv_transfer_params, cache_salt and kv_hints."""
+    max_body_bytes: PositiveCount = 64 << 20
+    forwarding: ForwardingSettings = ForwardingSettings()
+    placement: PlacementSettings = PlacementSettings()
+    cartridges: CartridgeSettings = CartridgeSettings()
+    residency: ResidencySettings = ResidencySettings()
+    fleet: FleetSettings = FleetSettings()
+
+    def replica_urls(self) -> dict[ReplicaId, str]:
+        """Name -> base URL without a trailing slash, in the order given."""
+        urls = {}
+        for text in self.replicas:
+            match = _REPLICA.fullmatch(text.strip())
+            assert match is not None  # noqa: S101 - checked by `load_settings`
+            url = match["url"]
+            urls[ReplicaId(match["name"] or url.partition("://")[2])] = url
+        return urls
+
+
+def settings_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the settings file."""
+    schema = msgspec.json.schema(Settings)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Cartridge Router settings",
+        **schema,
+    }
+
+
+def load_settings(
+    file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
+) -> Settings:
+    """Merge and check; later sources win, key by key.
+
+    Args:
+        file: YAML (or JSON) file.
+        environment: `CARTRIDGE_ROUTER_PORT`, `CARTRIDGE_ROUTER_PLACEMENT__POLICY`, …; lists are
+            separated by commas.
+        flags: values from the command line; `None` = not given.
+
+    Raises:
+        ConfigurationError: with every problem.
+    """
+    merged: dict[str, Any] = {}
+    problems: list[str] = []
+    if file is not None:
+        _merge(merged, _read_file(file))
+    _merge(merged, _from_environment(environment, problems))
+    _merge(merged, {name: value for name, value in flags.items() if value is not None})
+    validator = jsonschema.Draft202012Validator(settings_schema())
+    problems += [
+        f"{error.json_path.removeprefix('$.')}: {error.message[:200]}"
+        for error in sorted(validator.iter_errors(merged), key=lambda error: error.json_path)
+    ]
+    if problems:
+        raise ConfigurationError(problems)
+    settings = msgspec.convert(merged, Settings)
+    problems = _cross_checks(settings)
+    if problems:
+        raise ConfigurationError(problems)
+    return settings
+
+
+def _cross_checks(settings: Settings) -> list[str]:
+    problems = [
+        f"replicas: {text!r} is neither http(s)://host:port nor name=http(s)://host:port"
+        for text in settings.replicas
+        if _REPLICA.fullmatch(text.strip()) is None
+    ]
+    if not problems and len(settings.replica_urls()) != len(settings.replicas):
+        problems.append("replicas: two have the same name")
+    if settings.placement.policy not in POLICIES:
+        problems.append(
+            f"placement.policy: {settings.placement.policy!r} is none of "
+            f"{', '.join(sorted(POLICIES))}"
+        )
+    if settings.store is not None and not Path(settings.store).is_dir():
+        problems.append(f"store: {settings.store} is not a folder")
+    if settings.residency.fallback_after_s < settings.residency.stale_after_s:
+        problems.append("residency.fallback_after_s: must not be below residency.stale_after_s")
+    return problems
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError([f"{file}: {error}"]) from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigurationError([f"{file}: not a mapping of settings"])
+    return value
+
+
+def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
+    for name, value in source.items():
+        if isinstance(value, Mapping) and isinstance(target.get(name), dict):
+            _merge(target[name], value)
+        else:
+            target[name] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _from_environment(environment: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
+    """Nested values of all variables with the prefix; unknown names are left to the schema."""
+    found: dict[str, Any] = {}
+    for variable, text in sorted(environment.items()):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name == variable or name in _NOT_FROM_ENVIRONMENT:
+            continue
+        *sections, leaf = name.lower().split("__")
+        target = found
+        for section in sections:
+            target = target.setdefault(section, {})
+        try:
+            target[leaf] = _parse_text(leaf, text)
+        except yaml.YAMLError as error:
+            problems.append(f"{variable}: {error}")
+    return found
+
+
+def _parse_text(leaf: str, text: str) -> Any:
+    if leaf == "replicas":
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if leaf in {"host", "redis_url", "store", "tenant", "policy"}:
+        return text
+    return yaml.safe_load(text)
+
+
+def residency_key(environment: Mapping[str, str] = os.environ) -> bytes | None:
+    """The key that residency records must be signed with, or `None`."""
+    text = environment.get(f"{ENV_PREFIX}RESIDENCY_KEY")
+    return text.encode() if text else None

@@ -1,0 +1,97 @@
+"""What the gateway measures: Prometheus metrics and the OpenTelemetry tracer.
+
+Owns the instruments. Refuses client-derived label values: labels come from settings and enums.
+"""
+
+from opentelemetry import trace
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from cartridge_policies.types import MapMode
+from cartridge_proto import names
+from cartridge_router.fleet import Fleet
+from cartridge_router.residency_map import ResidencyMap
+
+TRACER = trace.get_tracer("cartridge_router")
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+
+
+class Metrics:
+    """All instruments of one gateway, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.requests = Counter(
+            names.METRIC_REQUESTS,
+            "Requests by route, status and how Cartridges were selected.",
+            ["route", "status", "selection"],
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            names.METRIC_REQUEST_SECONDS,
+            "Request accepted to last byte sent.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.first_byte_seconds = Histogram(
+            names.METRIC_TTFB_SECONDS,
+            "Request accepted to first byte from a replica, by predicted tier.",
+            ["tier"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.overhead_seconds = Histogram(
+            names.METRIC_OVERHEAD_SECONDS,
+            "Request read to request forwarded.",
+            buckets=_OVERHEAD_SECONDS,
+            registry=registry,
+        )
+        self.retries = Counter(
+            names.METRIC_UPSTREAM_RETRIES,
+            "Requests that went on to another replica.",
+            registry=registry,
+        )
+        self.rejected_records = Counter(
+            names.METRIC_REJECTED_RECORDS,
+            "Residency records that were not believed.",
+            ["reason"],
+            registry=registry,
+        )
+        self.receipts = Counter(
+            names.METRIC_RECEIPTS,
+            "Receipts of engines by status.",
+            ["status"],
+            registry=registry,
+        )
+        self.mispredictions = Counter(
+            names.METRIC_MISPREDICTIONS,
+            "Receipts whose tier was not the predicted one.",
+            ["predicted", "served"],
+            registry=registry,
+        )
+        self._in_flight = Gauge(
+            names.METRIC_IN_FLIGHT, "Requests in flight.", ["replica"], registry=registry
+        )
+        self._healthy = Gauge(
+            names.METRIC_REPLICA_HEALTHY, "1 = healthy.", ["replica"], registry=registry
+        )
+        self._mode = Gauge(
+            names.METRIC_MAP_MODE, "1 = the mode of the map.", ["mode"], registry=registry
+        )
+        self._age = Gauge(
+            names.METRIC_MAP_AGE, "Age of the residency map; -1 = never read.", registry=registry
+        )
+
+    def render(self, fleet: Fleet, residency: ResidencyMap) -> bytes:
+        """Prometheus text, with the present state of fleet and map."""
+        for replica in fleet.replicas:
+            self._in_flight.labels(replica.replica).set(replica.num_in_flight)
+            self._healthy.labels(replica.replica).set(int(replica.is_healthy))
+        for mode in MapMode:
+            self._mode.labels(mode.value).set(int(residency.mode is mode))
+        age_s = residency.age_s
+        self._age.set(-1 if age_s is None else age_s)
+        return generate_latest(self.registry)

@@ -1,0 +1,401 @@
+"""The chart through the real Helm library: it lints, its parts agree, bad values are refused."""
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import pytest
+import yaml
+
+CHART = Path(__file__).resolve().parents[2] / "helm" / "cartridge-router"
+CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
+RELEASE = "demo"
+LINT_WARNING = 2
+
+Manifest = dict[str, Any]
+
+
+def values_of(path: Path) -> dict[str, Any]:
+    """Values of one file in `ci/`."""
+    return dict(yaml.safe_load(path.read_text()))
+
+
+def minimal(**changes: Any) -> dict[str, Any]:
+    """The least values, with dotted keys (`__` for the dot) set to something else."""
+    values = copy.deepcopy(values_of(CHART / "ci" / "minimal-values.yaml"))
+    for dotted, value in changes.items():
+        *path, last = dotted.split("__")
+        place = values
+        for key in path:
+            place = place.setdefault(key, {})
+        place[last] = value
+    return values
+
+
+def render(values: dict[str, Any], *, release: str = RELEASE) -> list[Manifest]:
+    """All Kubernetes objects that the chart makes."""
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(values, name=release, namespace="prod")
+    return [
+        document
+        for path, text in files.items()
+        if path.endswith(".yaml")
+        for document in yaml.safe_load_all(text)
+        if document is not None
+    ]
+
+
+def only(objects: list[Manifest], kind: str, name_end: str = "") -> Manifest:
+    """The one object of a kind whose name ends so."""
+    found = [
+        item
+        for item in objects
+        if item["kind"] == kind and item["metadata"]["name"].endswith(name_end)
+    ]
+    assert len(found) == 1, [item["metadata"]["name"] for item in found]
+    return found[0]
+
+
+def container_of(workload: Manifest) -> Manifest:
+    """The only container of a Deployment or StatefulSet."""
+    containers: list[Manifest] = workload["spec"]["template"]["spec"]["containers"]
+    assert len(containers) == 1
+    return containers[0]
+
+
+def env_of(workload: Manifest) -> dict[str, Manifest]:
+    """Environment entries by name, each name once."""
+    entries = container_of(workload)["env"]
+    names = [entry["name"] for entry in entries]
+    assert len(set(names)) == len(names)
+    return {entry["name"]: entry for entry in entries}
+
+
+def transfer_config(objects: list[Manifest]) -> Manifest:
+    """The parsed `--kv-transfer-config` of the engines."""
+    args = container_of(only(objects, "StatefulSet"))["args"]
+    parsed: Manifest = json.loads(args[args.index("--kv-transfer-config") + 1])
+    return parsed
+
+
+@pytest.fixture(params=CI_FILES, ids=lambda path: path.stem)
+def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Values of each file in `ci/`."""
+    return values_of(request.param)
+
+
+@pytest.fixture
+def objects(values: dict[str, Any]) -> list[Manifest]:
+    """What those values render to."""
+    return render(values)
+
+
+def test_there_are_values_to_try() -> None:
+    """The three example files are there."""
+    assert {path.stem for path in CI_FILES} == {
+        "default-values",
+        "gpu-engine-values",
+        "minimal-values",
+    }
+
+
+def test_it_lints(values: dict[str, Any]) -> None:
+    """Strict lint finds no warning and no error."""
+    report = helm.lint(CHART, values, strict=True)
+    assert report["errors"] == []
+    assert [m for m in report["messages"] if m["severity"] >= LINT_WARNING] == []
+
+
+def test_every_object_is_one_that_kubernetes_knows(objects: list[Manifest]) -> None:
+    """Each object has a kind of a known API version, a legal name and the release's labels."""
+    versions = {
+        "ConfigMap": "v1",
+        "Deployment": "apps/v1",
+        "PodDisruptionBudget": "policy/v1",
+        "Service": "v1",
+        "ServiceAccount": "v1",
+        "StatefulSet": "apps/v1",
+    }
+    for item in objects:
+        assert item["apiVersion"] == versions[item["kind"]]
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", item["metadata"]["name"])
+        assert item["metadata"]["labels"]["app.kubernetes.io/instance"] == RELEASE
+    names = [(item["kind"], item["metadata"]["name"]) for item in objects]
+    assert len(set(names)) == len(names)
+
+
+def test_the_gateway_knows_every_engine_by_its_pod_name(objects: list[Manifest]) -> None:
+    """`CARTRIDGE_ROUTER_REPLICAS` lists each pod of the StatefulSet at its headless name."""
+    engines = only(objects, "StatefulSet")
+    service = only(objects, "Service", "-engine-headless")
+    name, count = engines["metadata"]["name"], engines["spec"]["replicas"]
+    assert engines["spec"]["serviceName"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert {"name": "http", "port": 8001, "targetPort": "http"} in service["spec"]["ports"]
+    listed = env_of(only(objects, "Deployment"))["CARTRIDGE_ROUTER_REPLICAS"]["value"]
+    assert listed.split(",") == [
+        f"{name}-{index}=http://{name}-{index}.{service['metadata']['name']}:8001"
+        for index in range(count)
+    ]
+    assert transfer_config(objects)["kv_connector_extra_config"]["replica_id"] == "$(POD_NAME)"
+    pod_name = env_of(engines)["POD_NAME"]
+    assert pod_name["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+
+
+def test_services_and_budgets_select_the_pods_they_mean(objects: list[Manifest]) -> None:
+    """Selectors are the labels of exactly one workload's pods."""
+    for kind, end, workload_kind in (
+        ("Service", "-cartridge-router", "Deployment"),
+        ("Service", "-engine-headless", "StatefulSet"),
+    ):
+        selector = only(objects, kind, end)["spec"]["selector"]
+        workload = only(objects, workload_kind)["spec"]
+        assert workload["selector"]["matchLabels"] == selector
+        assert selector.items() <= workload["template"]["metadata"]["labels"].items()
+    for budget in (item for item in objects if item["kind"] == "PodDisruptionBudget"):
+        is_engine = budget["metadata"]["name"].endswith("-engine")
+        workload = only(objects, "StatefulSet" if is_engine else "Deployment")
+        assert budget["spec"]["selector"] == workload["spec"]["selector"]
+
+
+def test_engines_fail_closed(objects: list[Manifest]) -> None:
+    """The connector's JSON parses, names our class and refuses to recompute virtual positions."""
+    config = transfer_config(objects)
+    assert config["kv_load_failure_policy"] == "fail"
+    assert config["kv_connector"] == "CartridgeConnector"
+    assert config["kv_connector_module_path"] == "cartridge_engine_ext.connector"
+    assert config["kv_role"] == "kv_both"
+    extra = config["kv_connector_extra_config"]
+    assert extra["store"] == "/store"
+    assert extra["self_url"] == "http://127.0.0.1:8001"
+
+
+def test_variables_in_the_connector_s_json_are_defined(objects: list[Manifest]) -> None:
+    """Every `$(NAME)` that Kubernetes must fill in is in the container's environment."""
+    engines = only(objects, "StatefulSet")
+    used = set(re.findall(r"\$\((\w+)\)", " ".join(container_of(engines)["args"])))
+    assert used == {"CARTRIDGE_ROUTER_REDIS_URL", "POD_IP", "POD_NAME"}
+    assert used <= set(env_of(engines))
+
+
+@pytest.mark.parametrize("template", ["", "/model/chat.jinja"])
+def test_the_chat_template_is_passed_when_it_is_named(template: str) -> None:
+    """`engine.chatTemplate` becomes vLLM's flag, and nothing when empty."""
+    args = container_of(only(render(minimal(engine__chatTemplate=template)), "StatefulSet"))["args"]
+    assert ("--chat-template" in args) == bool(template)
+    if template:
+        assert args[args.index("--chat-template") + 1] == template
+
+
+def test_the_control_port_is_one_number_everywhere(objects: list[Manifest]) -> None:
+    """Probe, container, Service and connector agree on the control port."""
+    container = container_of(only(objects, "StatefulSet"))
+    port = container["readinessProbe"]["grpc"]["port"]
+    extra = transfer_config(objects)["kv_connector_extra_config"]
+    assert extra["control_address"] == f"$(POD_IP):{port}"
+    assert {"name": "control", "containerPort": port} in container["ports"]
+    ports = only(objects, "Service", "-engine-headless")["spec"]["ports"]
+    assert port in {entry["port"] for entry in ports if entry["name"] == "control"}
+
+
+def test_the_gateway_s_command_and_probes_are_its_contract(objects: list[Manifest]) -> None:
+    """The gateway is started and probed as the command line promises."""
+    container = container_of(only(objects, "Deployment"))
+    assert [*container["command"], *container["args"]] == [
+        "cartridge-router",
+        "serve",
+        *("--host", "0.0.0.0", "--port", "8000"),
+        *("--config", "/etc/cartridge-router/config.yaml"),
+    ]
+    assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
+    assert {"name": "http", "containerPort": 8000} in container["ports"]
+
+
+def test_pods_run_without_privileges(objects: list[Manifest]) -> None:
+    """Non-root, read-only root, no capability, no token, and a writable `/tmp`."""
+    for kind in ("Deployment", "StatefulSet"):
+        pod = only(objects, kind)["spec"]["template"]["spec"]
+        container = container_of(only(objects, kind))
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert container["resources"]["requests"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert "emptyDir" in volumes["tmp"]
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        assert mounts["/tmp"]["name"] == "tmp"  # noqa: S108 - a path in the container
+        assert mounts["/store"] == {"name": "store", "mountPath": "/store", "readOnly": True}
+        assert {mount["name"] for mount in mounts.values()} == set(volumes)
+
+
+def test_service_accounts_exist(objects: list[Manifest]) -> None:
+    """Each workload runs as an account that the chart makes."""
+    made = {item["metadata"]["name"] for item in objects if item["kind"] == "ServiceAccount"}
+    used = {
+        only(objects, kind)["spec"]["template"]["spec"]["serviceAccountName"]
+        for kind in ("Deployment", "StatefulSet")
+    }
+    assert used == made
+    assert len(used) == 2
+
+
+def test_images_are_pinned(objects: list[Manifest]) -> None:
+    """No image floats: each has a digest, or a tag other than `latest`."""
+    for kind in ("Deployment", "StatefulSet"):
+        image = container_of(only(objects, kind))["image"]
+        assert re.fullmatch(r"[^@]+@sha256:[0-9a-f]{64}|.+:[A-Za-z0-9_.-]+", image)
+        assert not image.endswith(":latest")
+
+
+def test_an_image_s_tag_is_the_app_version_by_default() -> None:
+    """Without a tag the chart's appVersion is used."""
+    app_version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    objects = render(minimal())
+    for kind in ("Deployment", "StatefulSet"):
+        assert container_of(only(objects, kind))["image"].endswith(f":{app_version}")
+
+
+def test_settings_are_copied_verbatim_and_a_change_restarts_the_gateway() -> None:
+    """The ConfigMap holds `router.config`, and the pod's checksum follows it."""
+    config = {"placement": {"policy": "residency", "weights": [1, 2.5]}, "note": "a: b # c\n"}
+    checksums = []
+    for changed in (config, {**config, "note": "other"}):
+        objects = render(minimal(router__config=changed))
+        config_map = only(objects, "ConfigMap")
+        assert yaml.safe_load(config_map["data"]["config.yaml"]) == changed
+        pod = only(objects, "Deployment")["spec"]["template"]
+        assert pod["spec"]["volumes"][0]["configMap"]["name"] == config_map["metadata"]["name"]
+        checksums.append(pod["metadata"]["annotations"]["checksum/config"])
+    assert all(len(bytes.fromhex(text)) == hashlib.sha256().digest_size for text in checksums)
+    assert len(set(checksums)) == 2
+
+
+def test_secrets_are_referred_to_never_copied() -> None:
+    """The residency key comes from a Secret on both sides, and so can the Redis URL."""
+    objects = render(values_of(CHART / "ci" / "default-values.yaml"))
+    for kind in ("Deployment", "StatefulSet"):
+        env = env_of(only(objects, kind))
+        assert env["CARTRIDGE_ROUTER_RESIDENCY_KEY"]["valueFrom"]["secretKeyRef"] == {
+            "name": "cartridge-residency",
+            "key": "residency-key",
+        }
+        assert env["CARTRIDGE_ROUTER_REDIS_URL"]["valueFrom"]["secretKeyRef"] == {
+            "name": "redis-url",
+            "key": "url",
+        }
+
+
+def test_without_a_key_there_is_no_variable_and_a_warning() -> None:
+    """Unsigned residency is said in the notes, not hidden."""
+    assert "CARTRIDGE_ROUTER_RESIDENCY_KEY" not in env_of(only(render(minimal()), "Deployment"))
+    with helm.Chart.load(CHART) as chart:
+        notes = chart.render(minimal(), name=RELEASE)["cartridge-router/templates/NOTES.txt"]
+    assert "WARNING: residencyKey.secretName is empty" in notes
+
+
+def test_engines_elsewhere_need_no_stateful_set() -> None:
+    """With `engine.enabled: false` the gateway serves the listed replicas, alone."""
+    replicas = ["a=http://10.0.0.1:8001", "b=https://engine.example"]
+    objects = render(minimal(engine__enabled=False, externalReplicas=replicas))
+    assert {item["kind"] for item in objects} == {
+        "ConfigMap",
+        "Deployment",
+        "Service",
+        "ServiceAccount",
+    }
+    listed = env_of(only(objects, "Deployment"))["CARTRIDGE_ROUTER_REPLICAS"]["value"]
+    assert listed == ",".join(replicas)
+
+
+def test_long_release_names_still_give_legal_pod_names() -> None:
+    """A release name of 53 characters leaves room for the longest suffix."""
+    objects = render(minimal(engine__replicas=1000), release="r" * 53)
+    name = only(objects, "StatefulSet")["metadata"]["name"]
+    assert len(f"{name}-999") <= 63
+    assert len(only(objects, "Service", "-engine-headless")["metadata"]["name"]) <= 63
+
+
+def test_budgets_are_off_until_they_are_asked_for() -> None:
+    """The minimal values make no PodDisruptionBudget, the default ones two."""
+    kinds = [item["kind"] for item in render(minimal())]
+    assert "PodDisruptionBudget" not in kinds
+    objects = render(values_of(CHART / "ci" / "default-values.yaml"))
+    assert [item["kind"] for item in objects].count("PodDisruptionBudget") == 2
+
+
+def test_each_template_file_holds_one_kind() -> None:
+    """A file is named for the kind of everything in it."""
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(values_of(CHART / "ci" / "default-values.yaml"), name=RELEASE)
+    for path, text in files.items():
+        if path.endswith(".yaml"):
+            kinds = {item["kind"].lower() for item in yaml.safe_load_all(text) if item}
+            assert kinds == {Path(path).stem}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"redis__url": ""}, "/redis/url"),
+        ({"redis__url": "http://redis"}, "/redis/url"),
+        ({"redis__password": "x"}, "password"),
+        ({"store__volume": {}}, "/store/volume"),
+        ({"store__volume": {"emptyDir": {}}}, "emptyDir"),
+        ({"store__volume__nfs": {"server": "s", "path": "/p"}}, "/store/volume"),
+        ({"engine__model": ""}, "/engine/model"),
+        ({"engine__replicas": 0}, "/engine/replicas"),
+        ({"engine__replicas": "two"}, "/engine/replicas"),
+        ({"engine__image__tag": "latest"}, "/engine/image/tag"),
+        ({"engine__chatTemplate": "relative.jinja"}, "/engine/chatTemplate"),
+        ({"engine__control__port": 8001}, "/engine/control/port"),
+        ({"engine__extraEnv": [{"name": "A"}]}, "/engine/extraEnv/0"),
+        ({"engine__resources__requsts": {}}, "requsts"),
+        ({"router__image__tag": "latest"}, "/router/image/tag"),
+        ({"router__image__digest": "sha256:0"}, "/router/image/digest"),
+        ({"router__replics": 2}, "replics"),
+        ({"router__service__type": "ExternalName"}, "/router/service/type"),
+        ({"residencyKey__key": "secret"}, "key"),
+        ({"engine__enabled": False}, "/externalReplicas"),
+        ({"externalReplicas": ["http://no-name"]}, "/externalReplicas/0"),
+        ({"surprise": 1}, "surprise"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_bad_values_are_refused_by_name(changes: dict[str, Any], field: str) -> None:
+    """A wrong or unknown value stops the rendering, and the message names the field."""
+    with pytest.raises(helm.HelmValuesError, match=re.escape(field)):
+        render(minimal(**changes))
+
+
+def _closed_objects(schema: Any, path: str = "") -> Iterator[str]:
+    """Paths of object schemas with properties that do not refuse others."""
+    if isinstance(schema, list):
+        for index, item in enumerate(schema):
+            yield from _closed_objects(item, f"{path}/{index}")
+    if not isinstance(schema, dict):
+        return
+    is_object = schema.get("type") == "object" and "properties" in schema
+    if is_object and schema.get("additionalProperties") is not False:
+        yield path
+    for key, value in schema.items():
+        yield from _closed_objects(value, f"{path}/{key}")
+
+
+def test_the_schema_is_closed_at_every_level() -> None:
+    """Every object schema with properties is closed, and all defaults are described."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert list(_closed_objects(schema)) == []
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert set(defaults) == set(schema["properties"]) - {"global"}
