@@ -64,11 +64,11 @@ class VllmKit:
     def prepare(self) -> None:
         """Convert the model (once) and wrap its chat template."""
         self.store.mkdir(parents=True)
-        self._model_dir = Path(_output_of("model", "prepare").strip())
-        _output_of(
-            *("chat-template", "wrap", "--model", str(self._model_dir)),
-            *("--out", str(self._template)),
-        )
+        *_, folder = _run("model", "prepare")
+        self._model_dir = Path(folder)
+        wrap = ["chat-template", "wrap", "--model", folder, "--out", str(self._template)]
+        for _ in _run(*wrap):
+            pass
 
     def start_replica(self, stack: Stack, name: str, port: int, redis_url: str) -> None:
         """Start vLLM's API server."""
@@ -99,7 +99,9 @@ class VllmKit:
         for question in asked:
             arguments += ["--text", str(question.file), "--name", name_of(question.name)]
             arguments += ["--title", question.title, "--sentence", question.sentence]
-        for line in _output_of(*arguments).splitlines():
+        for line in _run(*arguments):
+            if not line.startswith("{"):
+                continue
             built = json.loads(line)
             alias = f"{built['name']}@{built['version']}"
             yield f"  {alias}  {built['num_tokens']} tokens  {built['digest']}"
@@ -142,18 +144,26 @@ KITS: dict[str, Callable[[Path, Sequence[Question]], EngineKit]] = {
 """Kinds of replicas by the name that `--engine` uses."""
 
 
-def _output_of(*arguments: str) -> str:
-    """Output of a `cartridge-router` subcommand that needs torch, in a process of its own."""
-    result = subprocess.run(
+def _run(*arguments: str) -> Iterator[str]:
+    """Lines of a `cartridge-router` subcommand that needs torch, as they come.
+
+    Raises:
+        DemoFailed: it failed; with the end of what it said.
+    """
+    with subprocess.Popen(
         [sys.executable, "-m", "cartridge_router", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=False,
-    )
-    if result.returncode != 0:
-        raise DemoFailed(f"{' '.join(arguments[:2])}: {result.stderr.strip()[-2000:]}")
-    return result.stdout
+    ) as process:
+        assert process.stdout is not None  # noqa: S101 - it is a pipe
+        said = []
+        for line in process.stdout:
+            said.append(line.rstrip())
+            yield said[-1]
+    if process.returncode != 0:
+        raise DemoFailed(f"{' '.join(arguments[:2])}:\n" + "\n".join(said[-15:]))
 
 
 def put_simulated(store_dir: Path, name: str, text: str, convention: ConventionKind) -> Manifest:

@@ -26,6 +26,8 @@ from cartridge_router.demo.stack import (
     running_stack,
 )
 
+SHIPPED_DOCUMENTS = Path(__file__).parent / "documents"
+
 
 def run_demo(*, engine: str, documents: Path | None, out: Path, must_stay: bool) -> int:
     """Run; returns 0 when every check held."""
@@ -34,7 +36,7 @@ def run_demo(*, engine: str, documents: Path | None, out: Path, must_stay: bool)
     started_s = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="cartridge-demo-"))
     try:
-        asked = questions.read_questions(documents or _shipped_documents())
+        asked = questions.read_questions(documents or SHIPPED_DOCUMENTS)
         with running_redis(work / "redis") as redis_url, running_stack(work / "logs") as stack:
             steps = _Steps(console, started_s)
             kit = engines.KITS[engine](work, asked)
@@ -138,9 +140,3 @@ def _stay(console: Console, stack: Stack, gateway: str, asked: list[questions.Qu
         soft_wrap=True,
     )
     stack.wait_for_end()
-
-
-def _shipped_documents() -> Path:
-    """The documents of the wheel, or of the checkout."""
-    here = Path(__file__).parent / "documents"
-    return here if here.is_dir() else Path(__file__).parents[3] / "examples" / "documents"

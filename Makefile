@@ -1,0 +1,47 @@
+# Two commands do everything: `make demo` and `make test`. Both set up first.
+#
+# PyTorch's CPU build lies on PyTorch's own index. Where pip does not know that index (or a folder
+# with the wheel), set TORCH_INDEX to its address: make demo TORCH_INDEX=...
+TORCH_INDEX ?=
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up test test-all check lint types imports generate lock
+
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Make .venv with everything; quick when nothing changed
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" .ci/setup $(VENV)
+
+demo: setup ## Show the whole chain on this machine with real vLLM engines
+	@$(BIN)/cartridge-router demo
+
+up: setup ## Start the same and stay, with a curl line to try
+	@$(BIN)/cartridge-router demo --stay
+
+test: setup check ## Everything CI runs: checks, unit and integration tests
+	@$(BIN)/python -m pytest tests
+
+test-all: test ## The same, and slow suites (none yet)
+
+check: setup lint types imports ## Format, lint, types, import contracts, generated files
+	@.ci/generate --check
+
+lint: setup
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: setup
+	@$(BIN)/mypy
+
+imports: setup
+	@$(BIN)/lint-imports --no-logo
+
+generate: setup ## Regenerate protobuf code and JSON schemas
+	@.ci/generate
+
+lock: ## Resolve dependencies anew into .ci/requirements.lock
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" .ci/lock
