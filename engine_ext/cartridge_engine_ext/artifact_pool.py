@@ -55,7 +55,11 @@ class Artifact:
 
 @dataclass
 class _Entry:
-    """One digest in the pool: loading (neither artifact nor failure), ready, or failed."""
+    """One digest in the pool: loading (neither artifact nor failure), ready, or failed.
+
+    `done` is set after `on_ready` has returned: before that an artifact is not evicted, so that no
+    withdrawal overtakes its announcement.
+    """
 
     reserved_bytes: int = 0
     artifact: Artifact | None = None
@@ -90,6 +94,7 @@ class ArtifactPool:
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         self._entries: OrderedDict[Digest, _Entry] = OrderedDict()
+        self._is_closed = False
         self._executor = ThreadPoolExecutor(num_loaders, thread_name_prefix="artifact-loader")
 
     # --- use -----------------------------------------------------------------------------------
@@ -109,7 +114,11 @@ class ArtifactPool:
                 # A failed load is tried again; who still uses the failed one is counted on.
                 entry = _Entry(num_users=entry.num_users if entry is not None else 0)
                 self._entries[digest] = entry
-                self._executor.submit(self._load, digest, entry, deadline_s)
+                if self._is_closed:
+                    entry.failure = _closed()
+                    entry.done.set()
+                else:
+                    self._executor.submit(self._load, digest, entry, deadline_s)
             self._entries.move_to_end(digest)
             entry.num_users += 1
             return entry.artifact is not None
@@ -149,10 +158,13 @@ class ArtifactPool:
             entry = self._entries.get(digest)
         if entry is None or not entry.done.wait(timeout_s):
             raise Refusal(FailureReason.DEADLINE, f"{digest} was not loaded in {timeout_s:.3f} s")
-        artifact = self.poll(digest)
-        if artifact is None:
-            raise Refusal(FailureReason.INTERNAL, f"{digest} was evicted while it was waited for")
-        return artifact, entry.load_s
+        # This entry's own end: by now another acquire may have started the load anew.
+        with self._lock:
+            if entry.failure is not None:
+                raise entry.failure
+            if entry.artifact is None:
+                raise Refusal(FailureReason.INTERNAL, f"{digest}: its load ended with nothing")
+            return entry.artifact, entry.load_s
 
     def load_seconds(self, digest: Digest) -> float:
         """Seconds that fetching and verifying took."""
@@ -174,7 +186,7 @@ class ArtifactPool:
             entry = self._entries.get(digest)
             if entry is None:
                 return "not resident"
-            if entry.artifact is None:
+            if entry.artifact is None or not entry.done.is_set():
                 return "loading"
             if entry.num_users:
                 return f"in use by {entry.num_users} requests"
@@ -198,10 +210,17 @@ class ArtifactPool:
             return self._used_bytes()
 
     def close(self) -> None:
-        """Stop loading and give all memory back."""
+        """Stop loading and give all memory back; loads that wait for room are given up."""
+        with self._lock:
+            self._is_closed = True
+            self._freed.notify_all()
         self._executor.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             entries, self._entries = list(self._entries.values()), OrderedDict()
+            for entry in entries:
+                if entry.artifact is None and entry.failure is None:
+                    entry.failure = _closed()
+                entry.done.set()
         for entry in entries:
             if entry.artifact is not None:
                 entry.artifact.close()
@@ -233,13 +252,14 @@ class ArtifactPool:
                 entry.artifact = artifact
             self._on_ready(digest, artifact.size_bytes)
         finally:
-            entry.done.set()
+            with self._lock:
+                entry.done.set()
+                self._freed.notify_all()
 
     def _fail(self, entry: _Entry, refusal: Refusal) -> None:
         with self._lock:
             entry.failure = refusal
             entry.reserved_bytes = 0
-            self._freed.notify_all()
 
     def _fetch(self, digest: Digest, entry: _Entry, deadline_s: float) -> Artifact:
         try:
@@ -310,9 +330,11 @@ class ArtifactPool:
     def _wait_for_room(self, size_bytes: int, deadline_s: float) -> None:
         with self._lock:
             has_room = self._freed.wait_for(
-                lambda: self._victims(size_bytes) is not None,
+                lambda: self._is_closed or self._victims(size_bytes) is not None,
                 max(0.0, deadline_s - time.monotonic()),
             )
+            if self._is_closed:
+                raise _closed()
         if not has_room:
             raise Refusal(
                 FailureReason.CAPACITY,
@@ -329,7 +351,7 @@ class ArtifactPool:
         for digest, entry in self._entries.items():
             if missing <= 0:
                 break
-            if entry.artifact is not None and entry.num_users == 0:
+            if entry.artifact is not None and entry.done.is_set() and entry.num_users == 0:
                 victims[digest] = entry
                 missing -= entry.reserved_bytes
         return victims if missing <= 0 else None
@@ -340,6 +362,10 @@ class ArtifactPool:
             entry.artifact.close()
             with self._lock:
                 self._freed.notify_all()
+
+
+def _closed() -> Refusal:
+    return Refusal(FailureReason.NOT_READY, "the dram tier was closed")
 
 
 def tensor_view(

@@ -107,7 +107,19 @@ class Builder:
         Raises:
             ConfigurationError: the text does not fit, or has no place in the model's chat.
         """
-        prefix, live = self._prompts(source)
+        return self.prefill(source, *self._prompts(source))
+
+    def prefill(self, source: Source, prefix: list[int], live: list[int]) -> Built:
+        """Prefill token ids that stand for `source`, and store and name the result.
+
+        Args:
+            source: what the ids stand for; its text is only hashed.
+            prefix: the Cartridge's tokens.
+            live: the probe's live prompt.
+
+        Raises:
+            ConfigurationError: the ids do not fit the context.
+        """
         limit = int(self._model.config.max_position_embeddings)
         if len(prefix) >= limit:
             raise ConfigurationError(f"{source.name}: {len(prefix)} tokens; the context is {limit}")

@@ -31,6 +31,9 @@ INSTRUCTION = "Answer the question from this document.\n\n{document}"
 RECEIPT_TIMEOUT_S = 5.0
 
 
+_QUESTION_KEYS = ("name", "title", "sentence", "question", "continuation", "expected")
+
+
 @dataclass(frozen=True)
 class Question:
     """One document and a question that it answers."""
@@ -40,6 +43,8 @@ class Question:
     title: str
     sentence: str
     question: str
+    continuation: str
+    """The same as raw text that a model goes on with, for `/v1/completions`."""
     expected: str
 
     @property
@@ -64,9 +69,7 @@ def read_questions(folder: Path) -> list[Question]:
         return [
             Question(
                 file=folder / entry["document"],
-                **{
-                    key: entry[key] for key in ("name", "title", "sentence", "question", "expected")
-                },
+                **{key: entry[key] for key in _QUESTION_KEYS},
             )
             for entry in entries
         ]
@@ -253,7 +256,7 @@ def _ask_completion(
     asker: Asker, question: Question, store: LocalStore, kit: "EngineKit"
 ) -> Result:
     ids = [f"{text_name(question.name)}@1"]
-    prompt = f"\n\nQuestion: {question.question}\nAnswer:"
+    prompt = f"\n\n{question.continuation}"
     without = asker.complete(prompt, [], stream=False)
     plain = asker.complete(question.text + prompt, None, stream=True)
     asked = _Asked(

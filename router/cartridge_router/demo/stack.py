@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,19 @@ def free_port() -> int:
 
 
 def engine_command(
-    *, model_dir: Path, template: Path, port: int, store: Path, redis_url: str | None, **extra: Any
+    *,
+    model_dir: Path,
+    template: Path,
+    port: int,
+    store: Path,
+    redis_url: str | None,
+    max_model_len: int = MAX_MODEL_LEN,
+    arguments: Sequence[str] = (),
+    **extra: Any,
 ) -> list[str]:
-    """VLLM's own API server with the engine extension, as a user would start it.
+    """Command line of the API server of vLLM with the engine extension, as a user would start it.
 
-    `extra` goes into `kv_connector_extra_config`.
+    `arguments` are further flags of vLLM; `extra` goes into `kv_connector_extra_config`.
     """
     transfer = {
         "kv_connector": CONNECTOR_CLASS,
@@ -75,8 +83,9 @@ def engine_command(
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--model", str(model_dir), "--served-model-name", MODEL_NAME),
-        *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(max_model_len)),
         *("--chat-template", str(template), "--kv-transfer-config", json.dumps(transfer)),
+        *arguments,
     ]
 
 

@@ -1,0 +1,207 @@
+"""One real vLLM engine, a real gateway and a real Redis-protocol server, and how tests ask them."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from cartridge_engine_ext.build import Builder, Built, Source
+from cartridge_proto import names
+from cartridge_proto.manifest import ConventionKind
+from cartridge_proto.store import LocalStore
+from cartridge_router.demo.stack import MODEL_NAME, Process
+
+BLOCK_SIZE = 32
+"""Smallest block of vLLM's CPU backend, so that few tokens make many blocks."""
+NUM_BLOCKS = 72
+"""Just over one context: two long requests do not fit together and one is preempted."""
+MAX_MODEL_LEN = 2048
+
+TOLERANCE = 1e-4
+"""Same KV, same float32 kernels on both sides; only the order of sums differs (seen: 3e-5)."""
+
+NUM_NEW_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens, their natural-log probabilities, the prompt's ids, headers and receipt."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    prompt_token_ids: tuple[int, ...]
+    headers: Mapping[str, str]
+    receipt: dict[str, Any] | None
+    num_prompt_tokens: int
+
+    def difference(self, other: "Answer") -> float:
+        """Largest difference of a logprob; infinite when the tokens differ."""
+        if self.token_ids != other.token_ids:
+            return float("inf")
+        return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Where everything is. `engine_url` is the engine without the gateway."""
+
+    gateway_url: str
+    engine_url: str
+    engine: Process
+    redis_url: str
+    store: LocalStore
+    builder: Builder
+    model_dir: Path
+    tokenizer: PreTrainedTokenizerBase
+    client: httpx.Client
+
+    def post(
+        self, path: str, body: Mapping[str, Any], *, base: str | None = None
+    ) -> httpx.Response:
+        """Post to the gateway (or another base URL)."""
+        return self.client.post((base or self.gateway_url) + path, json=body)
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        cartridge_ids: Sequence[str] = (),
+        *,
+        num_new_tokens: int = NUM_NEW_TOKENS,
+        **extra: Any,
+    ) -> Answer:
+        """Greedy `/v1/completions` through the gateway, by token ids."""
+        response = self.post(
+            "/v1/completions",
+            {
+                "model": MODEL_NAME,
+                "prompt": list(prompt),
+                "max_tokens": num_new_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "logprobs": 1,
+                "return_token_ids": True,
+                names.FIELD_CARTRIDGE_IDS: list(cartridge_ids),
+                **extra,
+            },
+        )
+        assert response.status_code == 200, response.text
+        body = response.json()
+        choice = body["choices"][0]
+        return _answer(body, choice, choice["logprobs"]["token_logprobs"], response)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], cartridge_ids: Sequence[str] = ()
+    ) -> Answer:
+        """Greedy `/v1/chat/completions` through the gateway."""
+        response = self.post(
+            "/v1/chat/completions",
+            {
+                "model": MODEL_NAME,
+                "messages": list(messages),
+                "max_tokens": NUM_NEW_TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+                "logprobs": True,
+                "return_token_ids": True,
+                names.FIELD_CARTRIDGE_IDS: list(cartridge_ids),
+            },
+        )
+        assert response.status_code == 200, response.text
+        body = response.json()
+        choice = body["choices"][0]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        return _answer(body, choice, logprobs, response)
+
+    def put(self, name: str, token_ids: Sequence[int]) -> Built:
+        """A Cartridge of these very tokens, for `/v1/completions`."""
+        document = Source(
+            text=json.dumps(list(token_ids)), name=name, convention=ConventionKind.DOCUMENT
+        )
+        built = self.builder.prefill(document, list(token_ids), LIVE_PROMPT)
+        self.wait_for_catalog(f"{name}@1", built.digest)
+        return built
+
+    def wait_for_catalog(self, alias: str, digest: str) -> None:
+        """Wait until the gateway has seen what an alias stands for now."""
+        give_up_s = time.monotonic() + 30
+        while time.monotonic() < give_up_s:
+            listed = self.client.get(f"{self.gateway_url}/v1/cartridges").json()["data"]
+            if {"id": alias, "digest": digest}.items() <= next(
+                (row for row in listed if row["id"] == alias), {}
+            ).items():
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"the gateway does not list {alias} as {digest}")
+
+    def metric(self, name: str) -> float:
+        """Sum of one of vLLM's own metrics."""
+        text = self.client.get(f"{self.engine_url}/metrics").text
+        lines = [line for line in text.splitlines() if line.startswith(name)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def _answer(
+    body: Mapping[str, Any],
+    choice: Mapping[str, Any],
+    logprobs: Sequence[float],
+    response: httpx.Response,
+) -> Answer:
+    params = body.get(names.FIELD_KV_TRANSFER_PARAMS) or {}
+    prompt_ids = choice.get("prompt_token_ids") or body.get("prompt_token_ids") or ()
+    return Answer(
+        token_ids=tuple(choice["token_ids"]),
+        logprobs=tuple(logprobs),
+        prompt_token_ids=tuple(prompt_ids),
+        headers=dict(response.headers),
+        receipt=params.get(names.FIELD_RECEIPT),
+        num_prompt_tokens=body["usage"]["prompt_tokens"],
+    )
+
+
+LIVE_PROMPT = [3725, 338, 260, 1048, 282, 451, 47]
+"""A few tokens that stand for a question; any do."""
+
+
+def document_tokens(num_tokens: int, seed: int) -> list[int]:
+    """Reproducible token ids without special tokens: no two documents share a beginning."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1000, 40_000, (num_tokens,), generator=generator).tolist()
+
+
+class DenseReference:
+    """Ordered compositions computed by transformers with a block-diagonal mask.
+
+    Each segment sees itself only; live tokens see everything. Positions run on over all tokens.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+    def logprobs(
+        self, segments: Sequence[Sequence[int]], live: Sequence[int], answer: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """Greedy choices after each step of an answer, and the logprobs of its tokens."""
+        ids = [token for segment in segments for token in segment] + [*live, *answer]
+        num_prefix = sum(len(segment) for segment in segments)
+        visible = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        start = 0
+        for segment in segments:
+            visible[start : start + len(segment), :start] = False
+            start += len(segment)
+        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        with torch.inference_mode():
+            logits = self._model(
+                torch.tensor([ids]),
+                attention_mask=mask[None, None],
+                position_ids=torch.arange(len(ids))[None],
+                use_cache=False,
+            ).logits[0]
+        steps = torch.log_softmax(logits[num_prefix + len(live) - 1 : -1], -1)
+        chosen = steps.gather(1, torch.tensor(list(answer))[:, None])[:, 0]
+        return steps.argmax(-1).tolist(), chosen.tolist()

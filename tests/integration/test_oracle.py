@@ -1,0 +1,194 @@
+"""The oracle: a Cartridge answers like the ordinary prompt that holds its document.
+
+Every comparison is of logprobs, on one real engine; the canaries show that it would notice.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load
+
+from cartridge_engine_ext.payload import pack_payload
+from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
+from cartridge_proto.digest import parse_digest
+from cartridge_proto.names import HEADER_DIGEST
+from tests.integration.fleet import (
+    BLOCK_SIZE,
+    LIVE_PROMPT,
+    TOLERANCE,
+    Answer,
+    DenseReference,
+    Fleet,
+    document_tokens,
+)
+
+pytestmark = pytest.mark.engine
+
+LENGTHS = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 5]
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_cartridge_equals_ordinary_prompt_at_block_edges(fleet: Fleet, num_tokens: int) -> None:
+    """At every length around a block's edge the answer is that of the ordinary prompt."""
+    document = document_tokens(num_tokens, seed=num_tokens)
+    fleet.put(f"edge-{num_tokens}", document)
+    ordinary = fleet.complete(document + LIVE_PROMPT)
+    injected = fleet.complete(LIVE_PROMPT, [f"edge-{num_tokens}@1"])
+    assert ordinary.difference(injected) <= TOLERANCE
+    assert injected.receipt is not None
+    assert injected.receipt["num_virtual_tokens"] == num_tokens
+    assert injected.num_prompt_tokens == len(LIVE_PROMPT), "usage counts the client's tokens only"
+
+
+def test_concurrent_requests_do_not_see_each_other(fleet: Fleet) -> None:
+    """Two Cartridges and a plain prompt at the same time answer as each does alone."""
+    documents = [document_tokens(70, seed=100), document_tokens(45, seed=101)]
+    for index, document in enumerate(documents):
+        fleet.put(f"concurrent-{index}", document)
+    ordinary = [fleet.complete(document + LIVE_PROMPT) for document in documents]
+    ordinary.append(fleet.complete(LIVE_PROMPT))
+    names = [["concurrent-0@1"], ["concurrent-1@1"], []]
+    answers = _at_once([partial(fleet.complete, LIVE_PROMPT, ids) for ids in names])
+    for alone, together in zip(ordinary, answers, strict=True):
+        assert alone.difference(together) <= TOLERANCE
+    assert len({answer.logprobs for answer in answers}) == 3, "the three must differ at all"
+
+
+def test_second_use_reuses_the_prefix_cache(fleet: Fleet) -> None:
+    """Full blocks of a Cartridge stay in HBM: the second request loads only the partial tail."""
+    num_tokens = 2 * BLOCK_SIZE + 5
+    document = document_tokens(num_tokens, seed=200)
+    fleet.put("twice", document)
+    first = fleet.complete(LIVE_PROMPT, ["twice@1"])
+    second = fleet.complete(LIVE_PROMPT, ["twice@1"])
+    assert first.receipt is not None
+    assert second.receipt is not None
+    assert first.receipt["num_reused_tokens"] == 0
+    assert second.receipt["num_reused_tokens"] == 2 * BLOCK_SIZE
+    assert second.receipt["items"][0]["tier"] == "hbm"
+    assert second.receipt["loaded_bytes"] < first.receipt["loaded_bytes"]
+    assert fleet.complete(document + LIVE_PROMPT).difference(second) <= TOLERANCE
+
+
+def test_preempted_request_answers_the_same(fleet: Fleet) -> None:
+    """A request that is preempted in the middle loads its Cartridge again and goes on equally."""
+    num_new_tokens = 150
+    documents = [document_tokens(1000, seed=300), document_tokens(1000, seed=301)]
+    for index, document in enumerate(documents):
+        fleet.put(f"long-{index}", document)
+    ordinary = [
+        fleet.complete(document + LIVE_PROMPT, num_new_tokens=num_new_tokens)
+        for document in documents
+    ]
+    before = fleet.metric("vllm:num_preemptions_total")
+    answers = _at_once(
+        [
+            partial(fleet.complete, LIVE_PROMPT, ids, num_new_tokens=num_new_tokens)
+            for ids in (["long-0@1"], ["long-1@1"])
+        ]
+    )
+    assert fleet.metric("vllm:num_preemptions_total") > before, "nothing was preempted"
+    loads = [answer.receipt["num_loads"] for answer in answers if answer.receipt is not None]
+    assert max(loads) >= 2, "the preempted request did not load again"
+    for alone, together in zip(ordinary, answers, strict=True):
+        assert alone.difference(together) <= TOLERANCE
+
+
+def test_ordered_pair_equals_the_dense_reference(
+    fleet: Fleet, dense_reference: DenseReference
+) -> None:
+    """A pair equals block-diagonal attention computed densely, and its order matters."""
+    one, other = document_tokens(41, seed=400), document_tokens(77, seed=401)
+    fleet.put("pair-one", one)
+    fleet.put("pair-other", other)
+    answers = []
+    for names, segments in (
+        (["pair-one@1", "pair-other@1"], [one, other]),
+        (["pair-other@1", "pair-one@1"], [other, one]),
+    ):
+        answer = fleet.complete(LIVE_PROMPT, names)
+        choices, logprobs = dense_reference.logprobs(segments, LIVE_PROMPT, answer.token_ids)
+        assert tuple(choices) == answer.token_ids
+        differences = [abs(a - b) for a, b in zip(logprobs, answer.logprobs, strict=True)]
+        assert max(differences) <= TOLERANCE
+        answers.append(answer)
+    assert answers[0].headers[HEADER_DIGEST] != answers[1].headers[HEADER_DIGEST]
+    assert answers[0].difference(answers[1]) > TOLERANCE
+
+
+Mutation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _wrong_offset(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return relocate_keys(key, 1, default_inverse_frequencies(100_000.0, 64)), value
+
+
+def _dropped_last(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return key[:, :-1], value[:, :-1]
+
+
+def _scaled_values(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return key, value * 1.02
+
+
+@pytest.mark.parametrize("mutation", [_wrong_offset, _dropped_last, _scaled_values])
+def test_oracle_catches_a_damaged_cartridge(fleet: Fleet, mutation: Mutation) -> None:
+    """Canary: the comparison fails for a small damage that leaves a valid artifact."""
+    document = document_tokens(BLOCK_SIZE + 9, seed=500)
+    name = f"mutant{mutation.__name__.replace('_', '-')}"
+    _put_mutant(fleet, name, document, mutation)
+    ordinary = fleet.complete(document + LIVE_PROMPT)
+    damaged = fleet.complete(LIVE_PROMPT, [f"{name}@1"])
+    assert ordinary.difference(damaged) > TOLERANCE
+
+
+def test_unmutated_copy_passes_the_oracle(fleet: Fleet) -> None:
+    """Canary's control: the same rewriting without a damage is not noticed."""
+    document = document_tokens(BLOCK_SIZE + 9, seed=501)
+    _put_mutant(fleet, "mutant-none", document, lambda key, value: (key, value))
+    ordinary = fleet.complete(document + LIVE_PROMPT)
+    assert ordinary.difference(fleet.complete(LIVE_PROMPT, ["mutant-none@1"])) <= TOLERANCE
+
+
+def _put_mutant(fleet: Fleet, name: str, document: list[int], mutation: Mutation) -> None:
+    """A valid artifact whose tensors went through a mutation."""
+    built = fleet.put(f"{name}-source", document).manifest
+    blob = fleet.store.blob_path(parse_digest(built.payload[0].sha256)).read_bytes()
+    tensors = load(blob)
+    mutated = {}
+    for layer in range(built.geometry.num_layers):
+        key, value = mutation(tensors[f"layers.{layer}.k"], tensors[f"layers.{layer}.v"])
+        mutated[f"layers.{layer}.k"], mutated[f"layers.{layer}.v"] = key, value
+    payload = pack_payload(mutated)
+    fleet.store.put_blob(payload.data)
+    replaced = msgspec.structs.replace(
+        built,
+        name=name,
+        num_tokens=mutated["layers.0.k"].shape[1],
+        tensors=payload.tensors,
+        payload=[payload.blob],
+    )
+    digest = fleet.store.put_manifest(replaced)
+    fleet.store.set_alias(f"{name}@1", digest)
+    fleet.wait_for_catalog(f"{name}@1", digest)
+
+
+def _at_once(calls: list[Callable[[], Answer]]) -> list[Answer]:
+    """Make all calls at the same time."""
+    answers: dict[int, Answer] = {}
+    barrier = threading.Barrier(len(calls))
+
+    def run(index: int) -> None:
+        barrier.wait()
+        answers[index] = calls[index]()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[index] for index in range(len(calls))]
