@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from huggingface_hub import snapshot_download
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cartridge_engine_ext import identity
@@ -73,7 +74,7 @@ def engine_identity(config: "VllmConfig") -> EngineIdentity:
     """
     settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
     model = config.model_config
-    model_dir = Path(settings.model_dir or model.model)
+    model_dir = _model_dir(config)
     return EngineIdentity(
         model=identity.model_identity(
             model_dir, name=model_dir.name, with_weights=settings.with_weights_digest
@@ -86,14 +87,30 @@ def engine_identity(config: "VllmConfig") -> EngineIdentity:
     )
 
 
+def _model_dir(config: "VllmConfig") -> Path:
+    """Folder of the model's files: set, or where vLLM was told to look, or its hub cache."""
+    settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
+    model = config.model_config
+    named = Path(settings.model_dir or model.model)
+    if named.is_dir():
+        return named
+    try:
+        # vLLM has fetched it before a connector is made; nothing is downloaded here.
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"model_dir: {named} is no folder, and the files of {model.model} are not in the hub "
+            "cache; set model_dir in kv_connector_extra_config"
+        ) from error
+
+
 def inverse_frequencies(config: "VllmConfig") -> torch.Tensor:
     """The model's own inverse frequencies, [rotary_dim / 2], float32.
 
     Where keys cannot be relocated, a composition's offsets are refused and these stay unused.
     """
     hf_config = config.model_config.hf_text_config
-    settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
-    rope = identity.rope(Path(settings.model_dir or config.model_config.model))
+    rope = identity.rope(_model_dir(config))
     if rope.type == "default" or rope.type not in RELOCATABLE_ROPE_TYPES:
         return default_inverse_frequencies(rope.theta, rope.rotary_dim)
     frequencies: torch.Tensor

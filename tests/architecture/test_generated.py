@@ -10,6 +10,7 @@ import pytest
 
 from cartridge_proto.manifest import manifest_schema
 from cartridge_proto.residency import FailureReason
+from cartridge_router.settings import settings_schema
 
 ROOT = Path(__file__).parents[2]
 PROTO = Path("cartridge_proto/v1")
@@ -20,6 +21,15 @@ def test_the_committed_schema_is_the_generated_one() -> None:
     """`docs/spec/manifest-v1.schema.json` is what the types say; `.ci/generate` writes it."""
     committed = (ROOT / "docs/spec/manifest-v1.schema.json").read_text()
     assert committed == json.dumps(manifest_schema(), indent=2, sort_keys=True) + "\n"
+
+
+def test_the_charts_schema_holds_the_settings_schema() -> None:
+    """`router.config` of the chart is checked by the schema of the gateway's settings."""
+    chart = json.loads((ROOT / "helm/cartridge-router/values.schema.json").read_text())
+    expected = json.loads(json.dumps(settings_schema()).replace("#/$defs/", "#/$defs/settings."))
+    assert chart["properties"]["router"]["properties"]["config"] == {"$ref": expected["$ref"]}
+    parts = {name.removeprefix("settings."): part for name, part in chart["$defs"].items()}
+    assert {name: parts[name] for name in expected["$defs"]} == expected["$defs"]
 
 
 def test_the_worked_example_of_the_specification_is_a_case_of_the_corpus() -> None:

@@ -12,6 +12,8 @@ import helm_python as helm
 import pytest
 import yaml
 
+from cartridge_router.settings import load_settings
+
 CHART = Path(__file__).resolve().parents[2] / "helm" / "cartridge-router"
 CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 RELEASE = "demo"
@@ -269,9 +271,9 @@ def test_an_image_s_tag_is_the_app_version_by_default() -> None:
 
 def test_settings_are_copied_verbatim_and_a_change_restarts_the_gateway() -> None:
     """The ConfigMap holds `router.config`, and the pod's checksum follows it."""
-    config = {"placement": {"policy": "residency", "weights": [1, 2.5]}, "note": "a: b # c\n"}
+    config = {"placement": {"policy": "round_robin", "prefill_base_s": 2.5}, "tenant": "a: b # c\n"}
     checksums = []
-    for changed in (config, {**config, "note": "other"}):
+    for changed in (config, {**config, "tenant": "other"}):
         objects = render(minimal(router__config=changed))
         config_map = only(objects, "ConfigMap")
         assert yaml.safe_load(config_map["data"]["config.yaml"]) == changed
@@ -280,6 +282,14 @@ def test_settings_are_copied_verbatim_and_a_change_restarts_the_gateway() -> Non
         checksums.append(pod["metadata"]["annotations"]["checksum/config"])
     assert all(len(bytes.fromhex(text)) == hashlib.sha256().digest_size for text in checksums)
     assert len(set(checksums)) == 2
+
+
+@pytest.mark.parametrize("case", CI_FILES, ids=lambda path: path.stem)
+def test_settings_of_every_case_are_settings_of_the_gateway(case: Path, tmp_path: Path) -> None:
+    """The gateway itself accepts the settings of each shipped example."""
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(values_of(case).get("router", {}).get("config", {})))
+    load_settings(file, {}, {})
 
 
 def test_secrets_are_referred_to_never_copied() -> None:
@@ -365,6 +375,8 @@ def test_each_template_file_holds_one_kind() -> None:
         ({"router__image__tag": "latest"}, "/router/image/tag"),
         ({"router__image__digest": "sha256:0"}, "/router/image/digest"),
         ({"router__replics": 2}, "replics"),
+        ({"router__config": {"placement": {"polcy": "round_robin"}}}, "polcy"),
+        ({"router__config": {"port": 70_000}}, "/router/config/port"),
         ({"router__service__type": "ExternalName"}, "/router/service/type"),
         ({"residencyKey__key": "secret"}, "key"),
         ({"engine__enabled": False}, "/externalReplicas"),

@@ -67,7 +67,12 @@ def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             ],
             replica_id="replica-0",
         )
-        environment = {**ENGINE_ENVIRONMENT, "CARTRIDGE_ROUTER_RESIDENCY_KEY": RESIDENCY_KEY}
+        environment = {
+            **ENGINE_ENVIRONMENT,
+            "CARTRIDGE_ROUTER_RESIDENCY_KEY": RESIDENCY_KEY,
+            # Lets a test preempt everything and drop the prefix cache.
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
         engine = stack.start("engine", command, environment)
         stack.start(
             "gateway",

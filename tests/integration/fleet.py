@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,24 +76,52 @@ class Fleet:
         **extra: Any,
     ) -> Answer:
         """Greedy `/v1/completions` through the gateway, by token ids."""
-        response = self.post(
-            "/v1/completions",
-            {
-                "model": MODEL_NAME,
-                "prompt": list(prompt),
-                "max_tokens": num_new_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "logprobs": 1,
-                "return_token_ids": True,
-                names.FIELD_CARTRIDGE_IDS: list(cartridge_ids),
-                **extra,
-            },
-        )
+        request = _completion(prompt, cartridge_ids, num_new_tokens, **extra)
+        response = self.post("/v1/completions", request)
         assert response.status_code == 200, response.text
         body = response.json()
         choice = body["choices"][0]
         return _answer(body, choice, choice["logprobs"]["token_logprobs"], response)
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        cartridge_ids: Sequence[str],
+        *,
+        num_new_tokens: int,
+        after_five: Callable[[], None],
+    ) -> Answer:
+        """The same as a stream; `after_five` is called when five chunks have come."""
+        request = _completion(prompt, cartridge_ids, num_new_tokens, stream=True)
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        num_chunks = 0
+        url = f"{self.gateway_url}/v1/completions"
+        with self.client.stream("POST", url, json=request) as response:
+            assert response.status_code == 200
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                token_ids += choice["token_ids"]
+                logprobs += choice["logprobs"]["token_logprobs"]
+                num_chunks += 1
+                if num_chunks == 5:
+                    after_five()
+        headers = dict(response.headers)
+        receipt = self.receipt(headers[names.HEADER_REQUEST_ID])
+        return Answer(tuple(token_ids), tuple(logprobs), (), headers, receipt, len(prompt))
+
+    def receipt(self, request_id: str) -> dict[str, Any]:
+        """The receipt of a request, as the gateway got it from Redis."""
+        give_up_s = time.monotonic() + 30
+        while time.monotonic() < give_up_s:
+            found = self.client.get(f"{self.gateway_url}/v1/cartridges/receipts/{request_id}")
+            if found.status_code == 200:
+                receipt: dict[str, Any] = found.json()
+                return receipt
+            time.sleep(0.02)
+        raise AssertionError(f"no receipt of {request_id}")
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], cartridge_ids: Sequence[str] = ()
@@ -144,6 +172,22 @@ class Fleet:
         text = self.client.get(f"{self.engine_url}/metrics").text
         lines = [line for line in text.splitlines() if line.startswith(name)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def _completion(
+    prompt: Sequence[int], cartridge_ids: Sequence[str], num_new_tokens: int, **extra: Any
+) -> dict[str, Any]:
+    return {
+        "model": MODEL_NAME,
+        "prompt": list(prompt),
+        "max_tokens": num_new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 1,
+        "return_token_ids": True,
+        names.FIELD_CARTRIDGE_IDS: list(cartridge_ids),
+        **extra,
+    }
 
 
 def _answer(

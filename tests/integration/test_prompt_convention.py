@@ -16,7 +16,7 @@ DOCUMENT = (
     "The Zephyr-9 turbine was commissioned in Lindholm in 1987. It has eleven blades and is "
     "painted orange. Its chief engineer was Marta Quill."
 )
-QUESTION = {"role": "user", "content": "Who was the chief engineer of the Zephyr-9 turbine?"}
+QUESTION = {"role": "user", "content": "When was the Zephyr-9 turbine commissioned?"}
 SYSTEM_TURN = {"role": "system", "content": DEFAULT_INSTRUCTION.format(document=DOCUMENT)}
 
 
@@ -79,7 +79,7 @@ def test_official_client_gets_the_answer(fleet: Fleet, cartridge: str, *, stream
         text = "".join(pieces)
     else:
         text = answer.choices[0].message.content or ""
-    assert "Marta Quill" in text
+    assert "1987" in text
 
 
 def test_chat_cartridge_on_completions_is_refused(fleet: Fleet, cartridge: str) -> None:

@@ -1,1 +1,1 @@
-"""Generated protobuf code of `control.proto`; regenerate with `make proto`."""
+"""Generated protobuf code of `control.proto`; regenerate with `make generate`."""
