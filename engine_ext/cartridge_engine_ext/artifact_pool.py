@@ -242,10 +242,11 @@ class ArtifactPool:
             artifact = self._fetch(digest, entry, deadline_s)
         except Refusal as refusal:
             logger.warning("artifact %s refused: %s", digest, refusal)
-            self._fail(entry, refusal)
+            self._fail(digest, entry, refusal)
         except Exception as error:
             logger.exception("artifact %s could not be loaded", digest)
-            self._fail(entry, Refusal(FailureReason.INTERNAL, f"{type(error).__name__}: {error}"))
+            internal = Refusal(FailureReason.INTERNAL, f"{type(error).__name__}: {error}")
+            self._fail(digest, entry, internal)
         else:
             with self._lock:
                 entry.load_s = time.monotonic() - started_s
@@ -256,10 +257,12 @@ class ArtifactPool:
                 entry.done.set()
                 self._freed.notify_all()
 
-    def _fail(self, entry: _Entry, refusal: Refusal) -> None:
+    def _fail(self, digest: Digest, entry: _Entry, refusal: Refusal) -> None:
         with self._lock:
             entry.failure = refusal
             entry.reserved_bytes = 0
+            if entry.num_users == 0 and self._entries.get(digest) is entry:
+                del self._entries[digest]
 
     def _fetch(self, digest: Digest, entry: _Entry, deadline_s: float) -> Artifact:
         try:

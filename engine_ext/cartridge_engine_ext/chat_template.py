@@ -44,9 +44,12 @@ def wrap_chat_template(original: str) -> str:
     )
     plain = call.format(messages="messages", generate="add_generation_prompt", tools="tools")
     return (
-        "{% macro cartridge_original(messages, add_generation_prompt, tools) %}"
-        + original
-        + "{% endmacro %}"
+        # Engines render with trim_blocks and lstrip_blocks. The newline is the one that the macro's
+        # tag takes away, the sign + keeps spaces before its end, and a last newline of the original
+        # is one that Jinja would have dropped.
+        "{% macro cartridge_original(messages, add_generation_prompt, tools) %}\n"
+        + original.removesuffix("\n").removesuffix("\r")
+        + "{%+ endmacro %}"
         + f"{{%- if {TEMPLATE_SWITCH} is defined and {TEMPLATE_SWITCH} -%}}"
         + _HEAD
         + f"{{%- set cartridge_head = {head} -%}}"

@@ -26,7 +26,7 @@ from cartridge_engine_ext.load_plan import (
     Segment,
     TensorReference,
 )
-from cartridge_engine_ext.virtual_prefix import context_overrun
+from cartridge_engine_ext.virtual_prefix import blocks_of_range, context_overrun
 from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES, EngineIdentity
 from cartridge_proto.composition import (
     CompositionMessage,
@@ -234,9 +234,7 @@ class SchedulerSide:
     # --- a new request ---------------------------------------------------------------------------
     def _track_capture(self, request: "Request", value: object) -> None:
         match value:
-            case {"token": str(token), "num_tokens": int(num_tokens)} if hmac.compare_digest(
-                token, self._gate.token
-            ):
+            case {"token": str(token), "num_tokens": int(num_tokens)} if self._is_token(token):
                 if num_tokens > 0:
                     self._tracked[request.request_id] = _CaptureRequest(num_tokens)
             case _:
@@ -259,7 +257,7 @@ class SchedulerSide:
         request.prompt_token_ids = placeholders + list(request.prompt_token_ids or [])
         request.num_prompt_tokens += num_tokens
         request._all_token_ids[:0] = placeholders  # noqa: SLF001 - the seam of DESIGN section 6
-        _rehash(request, cache_salt(Digest(message.composition)))
+        _rehash(request, _block_salt(message))
 
     def _check_request(
         self, request: "Request", params: dict[str, Any], message: CompositionMessage
@@ -279,7 +277,13 @@ class SchedulerSide:
     def _is_self_test(self, params: dict[str, Any]) -> bool:
         value = params.get(FIELD_SELF_TEST)
         token = value.get("token") if isinstance(value, dict) else None
-        return isinstance(token, str) and hmac.compare_digest(token, self._gate.token)
+        return isinstance(token, str) and self._is_token(token)
+
+    def _is_token(self, text: str) -> bool:
+        # As bytes: `compare_digest` raises on text beyond ASCII, and a client chose this text.
+        return hmac.compare_digest(
+            text.encode("utf-8", "surrogatepass"), self._gate.token.encode("ascii")
+        )
 
     def _doom(self, request: "Request", refusal: Refusal, request_id: str) -> None:
         """Let a request fail without its prompt being run: two tokens, the first one 'external'."""
@@ -325,7 +329,9 @@ class SchedulerSide:
         if num_external_tokens == 0:
             return
         if tracked.refusal is not None:
-            self._plan.failures.append(Failure(request.request_id, block_ids))
+            # Only the blocks of the load: those before it are good, and others may share them.
+            unloaded = blocks_of_range(block_ids, start, stop, self._engine.block_size)
+            self._plan.failures.append(Failure(request.request_id, tuple(unloaded)))
             return
         tracked.num_loads += 1
         segments = [
@@ -392,6 +398,24 @@ def _rehash(request: "Request", salt: str) -> None:
     request.cache_salt = salt
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+def _block_salt(message: CompositionMessage) -> str:
+    """The salt under which vLLM shares the blocks of this prefix.
+
+    It binds the composition identity to everything the message says beside it. A prefix that is
+    whole in HBM is served without another look at its manifests, so only a message that says what
+    the checked one said may find it: not one with that identity and a scope or items of its own.
+    """
+    return cache_salt(
+        composition_digest(
+            scope=message.scope,
+            layout=message.layout,
+            items=message.items,
+            visibility=message.visibility,
+            fingerprint=Digest(message.composition),
+        )
+    )
 
 
 def _request_id_of(params: dict[str, Any]) -> str:

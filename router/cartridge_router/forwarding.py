@@ -45,8 +45,11 @@ _HOP_BY_HOP: Final = frozenset(
     | {"te", "trailer", "transfer-encoding", "upgrade"}
 )
 _OWN_REQUEST: Final = frozenset(
-    {"host", "content-length", "expect", "authorization", HEADER_REQUEST_ID}
+    # A compressed body was unpacked to be read, and goes on unpacked.
+    {"host", "content-length", "content-encoding", "expect", "authorization", HEADER_REQUEST_ID}
 )
+_NOT_ADDED: Final = ("accept", "accept-encoding", "content-type", "user-agent")
+"""Headers that the client library would make up; an engine sees them only from the client."""
 _OWN_RESPONSE: Final = frozenset({"server", "date", HEADER_REQUEST_ID})
 
 _ERROR_OF_REASON: Final[dict[FailureReason, type[RouterError]]] = {
@@ -113,22 +116,19 @@ class Forwarder:
             UpstreamTimeout: one took the request and did not begin to answer in time.
             RouterError: the engine refused the Cartridges; the receipt says why.
         """
-        failures = []
+        failures: list[str] = []
         for replica in outgoing.replicas[: self._settings.max_attempts]:
+            exchange.num_retries = len(failures)
             with self._fleet.in_flight(replica):
                 try:
                     upstream = await self._send(request, outgoing, replica)
-                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                except aiohttp.ClientError as error:
                     logger.warning("request %s: %s failed: %r", outgoing.request_id, replica, error)
                     self._fleet.note_connect_failure(replica)
                     failures.append(f"{replica}: {error!r}")
-                    exchange.num_retries += 1
                     continue
                 except TimeoutError as error:
-                    raise UpstreamTimeout(
-                        f"{replica} did not begin to answer in "
-                        f"{self._settings.first_byte_timeout_s:g} s"
-                    ) from error
+                    raise self._late(replica) from error
                 async with upstream:
                     return await self._relay(request, upstream, outgoing, exchange, replica)
         raise UpstreamUnavailable(f"no replica could be reached ({'; '.join(failures)})")
@@ -142,9 +142,15 @@ class Forwarder:
                 self._fleet.url(replica) + outgoing.path,
                 data=outgoing.body,
                 headers=_request_headers(request.headers, outgoing.request_id),
+                skip_auto_headers=_NOT_ADDED,
                 timeout=self._timeout,
                 allow_redirects=False,
             )
+
+    def _late(self, replica: ReplicaId) -> UpstreamTimeout:
+        return UpstreamTimeout(
+            f"{replica} did not begin to answer in {self._settings.first_byte_timeout_s:g} s"
+        )
 
     async def _relay(
         self,
@@ -157,7 +163,7 @@ class Forwarder:
         is_stream = upstream.content_type == "text/event-stream"
         first = b""
         if outgoing.composition is not None:
-            first = await self._first_bytes(upstream, outgoing, is_stream=is_stream)
+            first = await self._first_bytes(upstream, outgoing, replica, is_stream=is_stream)
             if upstream.status >= 500 or (is_stream and _ERROR_EVENT.search(first)):
                 await self._raise_from_receipt(outgoing, replica)
         exchange.note_first_byte(replica)
@@ -180,7 +186,12 @@ class Forwarder:
         return response
 
     async def _first_bytes(
-        self, upstream: aiohttp.ClientResponse, outgoing: Outgoing, *, is_stream: bool
+        self,
+        upstream: aiohttp.ClientResponse,
+        outgoing: Outgoing,
+        replica: ReplicaId,
+        *,
+        is_stream: bool,
     ) -> bytes:
         """The beginning of an answer, before anything goes to the client.
 
@@ -189,21 +200,24 @@ class Forwarder:
         are sent together, so nothing is held back.
         """
         try:
-            if is_stream:
-                num_events = 2 if outgoing.path.startswith(Route.CHAT) else 1
-                first = b""
-                while first.count(b"\n\n") < num_events:
-                    chunk = await self._next_chunk(upstream)
-                    if not chunk:
-                        break
-                    first += chunk
-                return first
-            if upstream.status >= 500:
-                return await upstream.content.read(MAX_ERROR_BYTES)
-        except (aiohttp.ClientError, TimeoutError) as error:
+            async with asyncio.timeout(self._settings.first_byte_timeout_s):
+                if is_stream:
+                    num_events = 2 if outgoing.path.startswith(Route.CHAT) else 1
+                    first = b""
+                    while first.count(b"\n\n") < num_events:
+                        chunk = await upstream.content.readany()
+                        if not chunk:
+                            break
+                        first += chunk
+                    return first
+                if upstream.status >= 500:
+                    return await upstream.content.read(MAX_ERROR_BYTES)
+        except aiohttp.ClientError as error:
             raise UpstreamUnavailable(
-                f"the replica broke off before the answer: {error!r}"
+                f"{replica} broke off before the answer: {error!r}"
             ) from error
+        except TimeoutError as error:
+            raise self._late(replica) from error
         return b""
 
     async def _next_chunk(self, upstream: aiohttp.ClientResponse) -> bytes:

@@ -227,6 +227,8 @@ class RedisReader:
                 socket_timeout=REDIS_TIMEOUT_S,
                 socket_connect_timeout=REDIS_TIMEOUT_S,
                 single_connection_client=True,
+                # Else each connection looks through site-packages for redis-py's own version.
+                driver_info=None,
             )
             try:
                 await self._follow(client)

@@ -26,6 +26,8 @@ from cartridge_router.demo.stack import (
     running_stack,
 )
 
+GATEWAY_PORT = 8000
+FIRST_REPLICA_PORT = 8001
 SHIPPED_DOCUMENTS = Path(__file__).parent / "documents"
 
 
@@ -92,10 +94,10 @@ def _start(stack: Stack, kit: engines.EngineKit, redis_url: str, steps: _Steps) 
         kit.prepare()
     replicas = []
     for index in range(NUM_REPLICAS):
-        port = free_port()
+        port = free_port(FIRST_REPLICA_PORT + index)
         kit.start_replica(stack, f"replica-{index}", port, redis_url)
         replicas.append(f"replica-{index}=http://127.0.0.1:{port}")
-    port = free_port()
+    port = free_port(GATEWAY_PORT)
     gateway = f"http://127.0.0.1:{port}"
     with steps.waiting("cartridges: one prefill for each document, while the replicas start"):
         for line in kit.build():

@@ -43,10 +43,13 @@ class DemoFailed(Exception):
     """The demo cannot go on; the text says why and where to look."""
 
 
-def free_port() -> int:
-    """A loopback port that nobody listens on now."""
+def free_port(preferred: int = 0) -> int:
+    """A loopback port that nobody listens on now: the preferred one if it is free."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        try:
+            probe.bind(("127.0.0.1", preferred))
+        except OSError:
+            return free_port()
         port: int = probe.getsockname()[1]
         return port
 
