@@ -1,9 +1,8 @@
 """What the default policy must beat: round robin and least loaded."""
 
 from cartridge_policies.cost import CostPriors
-from cartridge_policies.eligibility import eligible
-from cartridge_policies.ranking import candidates, rank
-from cartridge_policies.types import Candidate, ClusterView, Decision, Demand, Refusal
+from cartridge_policies.ranking import decide_by
+from cartridge_policies.types import ClusterView, Decision, Demand, Refusal
 
 
 class RoundRobin:
@@ -14,11 +13,13 @@ class RoundRobin:
 
     def decide(self, demand: Demand, view: ClusterView) -> Decision | Refusal:
         """The next replica in the order of names."""
-        replicas = eligible(view)
-        if isinstance(replicas, Refusal):
-            return replicas
-        found = candidates(demand, replicas, self._priors)
-        return Decision(rank(found, lambda candidate: 0.0, view.tick), "round-robin")
+        return decide_by(
+            lambda candidate, replica: 0.0,
+            demand,
+            view,
+            priors=self._priors,
+            reason=lambda best: "round-robin",
+        )
 
 
 class LeastLoaded:
@@ -29,13 +30,10 @@ class LeastLoaded:
 
     def decide(self, demand: Demand, view: ClusterView) -> Decision | Refusal:
         """The replica with the fewest requests in flight."""
-        replicas = eligible(view)
-        if isinstance(replicas, Refusal):
-            return replicas
-        load = {replica.replica: float(replica.num_in_flight) for replica in replicas}
-
-        def in_flight(candidate: Candidate) -> float:
-            return load[candidate.replica]
-
-        found = candidates(demand, replicas, self._priors)
-        return Decision(rank(found, in_flight, view.tick), "least-loaded")
+        return decide_by(
+            lambda candidate, replica: float(replica.num_in_flight),
+            demand,
+            view,
+            priors=self._priors,
+            reason=lambda best: "least-loaded",
+        )

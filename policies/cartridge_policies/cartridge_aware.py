@@ -1,9 +1,8 @@
 """The default policy: the replica where the first token is predicted soonest."""
 
 from cartridge_policies.cost import CostPriors
-from cartridge_policies.eligibility import eligible
-from cartridge_policies.ranking import candidates, rank
-from cartridge_policies.types import ClusterView, Decision, Demand, MapMode, Refusal
+from cartridge_policies.ranking import decide_by
+from cartridge_policies.types import Candidate, ClusterView, Decision, Demand, MapMode, Refusal
 from cartridge_proto.residency import Tier
 
 
@@ -20,17 +19,18 @@ class CartridgeAware:
 
     def decide(self, demand: Demand, view: ClusterView) -> Decision | Refusal:
         """Rank by predicted seconds; ties take turns."""
-        replicas = eligible(view)
-        if isinstance(replicas, Refusal):
-            return replicas
-        found = candidates(demand, replicas, self._priors)
-        ranking = rank(found, lambda candidate: candidate.total_s, view.tick)
-        return Decision(ranking, _reason(demand, ranking[0].tiers, view.mode))
 
+        def reason(best: Candidate) -> str:
+            if view.mode is MapMode.FALLBACK:
+                return "fallback-load"
+            if not demand.artifacts:
+                return "load"
+            return "cold" if Tier.REMOTE in best.tiers else "resident"
 
-def _reason(demand: Demand, tiers: tuple[Tier, ...], mode: MapMode) -> str:
-    if mode is MapMode.FALLBACK:
-        return "fallback-load"
-    if not demand.artifacts:
-        return "load"
-    return "resident" if all(tier is not Tier.REMOTE for tier in tiers) else "cold"
+        return decide_by(
+            lambda candidate, replica: candidate.total_s,
+            demand,
+            view,
+            priors=self._priors,
+            reason=reason,
+        )

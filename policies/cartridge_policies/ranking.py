@@ -1,36 +1,55 @@
-"""Order of candidates: lowest cost first, fair among equals.
+"""From eligible replicas to an ordered decision: lowest cost first, fair among equals.
 
-Owns the tie rule that all policies share. Refuses randomness: fairness comes from the view's tick.
+Owns the steps and the tie rule that all policies share. Refuses randomness: fairness comes from the
+view's tick.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from cartridge_policies.cost import CostPriors, cost_terms, tier_of
-from cartridge_policies.types import Candidate, Demand, ReplicaView
+from cartridge_policies.eligibility import eligible
+from cartridge_policies.types import (
+    Candidate,
+    ClusterView,
+    Decision,
+    Demand,
+    Refusal,
+    ReplicaView,
+)
 
 RELATIVE_TIE = 1e-9
 
+Key = Callable[[Candidate, ReplicaView], float]
+"""What a policy sorts by; lower is better."""
 
-def candidates(
-    demand: Demand, replicas: Sequence[ReplicaView], priors: CostPriors
-) -> list[Candidate]:
-    """Every replica with its cost terms and the tier of each artifact."""
-    return [
-        Candidate(
+
+def decide_by(
+    key: Key,
+    demand: Demand,
+    view: ClusterView,
+    *,
+    priors: CostPriors,
+    reason: Callable[[Candidate], str],
+) -> Decision | Refusal:
+    """Rank the eligible replicas by a key; `reason` says why the best one is.
+
+    Those tied for the best take turns by tick. Independent of the order of the view's replicas.
+    """
+    replicas = eligible(view)
+    if isinstance(replicas, Refusal):
+        return replicas
+    keyed = []
+    for replica in replicas:
+        candidate = Candidate(
             replica=replica.replica,
             terms=cost_terms(demand, replica, priors),
             tiers=tuple(tier_of(replica, artifact.digest) for artifact in demand.artifacts),
         )
-        for replica in replicas
-    ]
-
-
-def rank(
-    found: Sequence[Candidate], key: Callable[[Candidate], float], tick: int
-) -> tuple[Candidate, ...]:
-    """Sort by key; those tied for the best take turns by tick. Independent of the input order."""
-    ordered = sorted(found, key=lambda candidate: (key(candidate), candidate.replica))
-    best = key(ordered[0])
-    num_tied = sum(key(candidate) - best <= abs(best) * RELATIVE_TIE for candidate in ordered)
-    turn = tick % num_tied
-    return (*ordered[turn:num_tied], *ordered[:turn], *ordered[num_tied:])
+        keyed.append((key(candidate, replica), replica.replica, candidate))
+    keyed.sort(key=lambda entry: entry[:2])
+    best = keyed[0][0]
+    num_tied = sum(value - best <= abs(best) * RELATIVE_TIE for value, _, _ in keyed)
+    turn = view.tick % num_tied
+    ordered = [candidate for _, _, candidate in keyed]
+    ranking = (*ordered[turn:num_tied], *ordered[:turn], *ordered[num_tied:])
+    return Decision(ranking, reason(ranking[0]))
