@@ -28,6 +28,7 @@ _STATUS = {
     FailureReason.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     FailureReason.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
     FailureReason.CAPACITY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    FailureReason.NOT_READY: grpc.StatusCode.UNAVAILABLE,
 }
 
 

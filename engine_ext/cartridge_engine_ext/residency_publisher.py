@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from typing import TypeVar
 
 import redis
 
@@ -36,7 +37,11 @@ from cartridge_proto.residency import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MAX_STREAM_ENTRIES = 10_000
+MAX_PENDING_CHANGES = 1_000
+"""Changes kept for Redis; a reader sees the gap that older ones leave, and reads everything."""
 MAX_PENDING_RECEIPTS = 1_000
 REDIS_TIMEOUT_S = 1.0
 
@@ -77,7 +82,7 @@ class ResidencyPublisher:
         )
         self._condition = threading.Condition()
         self._records: dict[Digest, ResidencyRecord] = {}
-        self._changes: deque[ResidencyChange] = deque()
+        self._changes: deque[ResidencyChange] = deque(maxlen=MAX_PENDING_CHANGES)
         self._receipts: deque[Receipt] = deque(maxlen=MAX_PENDING_RECEIPTS)
         self._seq = 0
         self._noted = 0
@@ -213,11 +218,8 @@ class ResidencyPublisher:
         pipeline.execute()
         self._must_publish_all = False
         with self._condition:
-            for _ in changes:
-                self._changes.popleft()
-            for receipt in receipts:
-                if self._receipts and self._receipts[0] is receipt:
-                    self._receipts.popleft()
+            _drop_written(self._changes, changes)
+            _drop_written(self._receipts, receipts)
             self._written = noted
             self._condition.notify_all()
 
@@ -261,3 +263,10 @@ class ResidencyPublisher:
             logger.warning("lease not given up, it will expire; Redis says: %s", error)
         finally:
             self._client.close()
+
+
+def _drop_written(pending: deque[T], written: list[T]) -> None:
+    """Take what was written off the front; a full queue may have dropped some of it already."""
+    for entry in written:
+        if pending and pending[0] is entry:
+            pending.popleft()

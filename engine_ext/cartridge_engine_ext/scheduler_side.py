@@ -27,16 +27,16 @@ from cartridge_engine_ext.load_plan import (
     TensorReference,
 )
 from cartridge_engine_ext.virtual_prefix import blocks_of_range, context_overrun
-from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES, EngineIdentity
+from cartridge_proto.claims import FalseClaim, check_claims
+from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import (
     CompositionMessage,
     InvalidComposition,
     OnMiss,
-    RequestIdText,
     cache_salt,
+    claimed_request_id,
     composition_digest,
     decode_message,
-    model_fingerprint,
 )
 from cartridge_proto.digest import Digest
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_RECEIPT, FIELD_SELF_TEST
@@ -155,13 +155,13 @@ class SchedulerSide:
         try:
             self._attach(request, params)
         except Refusal as refusal:
-            self._doom(request, refusal, _request_id_of(params))
+            self._doom(request, refusal, claimed_request_id(params[FIELD_CARTRIDGES]))
         except Exception as error:
             logger.exception("request %s: no virtual prefix", request.request_id)
             self._doom(
                 request,
                 Refusal(FailureReason.INTERNAL, f"{type(error).__name__}: {error}"),
-                _request_id_of(params),
+                claimed_request_id(params[FIELD_CARTRIDGES]),
             )
 
     def num_matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:
@@ -310,7 +310,11 @@ class SchedulerSide:
                 )
             return False
         if not tracked.is_checked:
-            _check_composition(tracked.message, {str(a.digest): a for a in ready})
+            manifests = {str(artifact.digest): artifact.manifest for artifact in ready}
+            try:
+                check_claims(tracked.message, manifests)
+            except FalseClaim as claim:
+                raise Refusal(claim.reason, claim.detail) from claim
             tracked.is_checked = True
             tracked.wait_s = time.monotonic() - tracked.received_s
         return True
@@ -418,16 +422,6 @@ def _block_salt(message: CompositionMessage) -> str:
     )
 
 
-def _request_id_of(params: dict[str, Any]) -> str:
-    """The gateway's request id, if the message is good enough to have one."""
-    message = params.get(FIELD_CARTRIDGES)
-    request_id = message.get("request_id") if isinstance(message, dict) else None
-    try:
-        return msgspec.convert(request_id, RequestIdText)
-    except msgspec.ValidationError:
-        return "unknown"
-
-
 def _refuse_unsupported(request: "Request", message: CompositionMessage) -> None:
     """Refuse what would read or skip virtual positions in a way that is not exact."""
     sampling = request.sampling_params
@@ -450,37 +444,6 @@ def _refuse_unsupported(request: "Request", message: CompositionMessage) -> None
     if found:
         raise Refusal(
             FailureReason.UNSUPPORTED, f"not supported with Cartridges: {', '.join(found)}"
-        )
-
-
-def _check_composition(message: CompositionMessage, artifacts: dict[str, Artifact]) -> None:
-    """The engine's own check of what the gateway claimed, against verified manifests."""
-    for index, item in enumerate(message.items):
-        manifest = artifacts[item.digest].manifest
-        if manifest.num_tokens != item.num_tokens:
-            raise Refusal(
-                FailureReason.INVALID_MESSAGE,
-                f"items[{index}].num_tokens: {item.num_tokens}; manifest has {manifest.num_tokens}",
-            )
-        if not manifest.is_readable_by(message.scope):
-            raise Refusal(FailureReason.UNKNOWN_ARTIFACT, f"{item.digest} is not in the store")
-        is_moved = item.offset != manifest.rope.first_position
-        if is_moved and manifest.rope.type not in RELOCATABLE_ROPE_TYPES:
-            raise Refusal(
-                FailureReason.UNSUPPORTED,
-                f"items[{index}].offset: rope type {manifest.rope.type} cannot be moved",
-            )
-    first = artifacts[message.items[0].digest].manifest
-    expected = composition_digest(
-        scope=message.scope,
-        layout=message.layout,
-        items=message.items,
-        visibility=message.visibility,
-        fingerprint=model_fingerprint(first.model),
-    )
-    if expected != message.composition:
-        raise Refusal(
-            FailureReason.INVALID_MESSAGE, f"composition: {message.composition} is not {expected}"
         )
 
 

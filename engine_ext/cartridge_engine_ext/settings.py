@@ -6,6 +6,7 @@ Owns their names, defaults and checks. Refuses unknown keys and reports every pr
 import os
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,6 +16,7 @@ from cartridge_proto.names import ENV_RESIDENCY_KEY
 from cartridge_proto.residency import ReplicaId
 
 DEFAULT_DRAM_BYTES = 4 << 30
+MAX_LEASE_S = 3600
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,26 +57,51 @@ def parse_settings(config: dict[str, object]) -> EngineSettings:
     Raises:
         ConfigurationError: listing every problem.
     """
-    try:
-        settings = msgspec.convert(config, EngineSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"kv_connector_extra_config: {error}") from error
-    problems = []
-    if not Path(settings.store).is_dir():
-        problems.append(f"store: {settings.store} is not a folder")
-    if settings.dram_bytes <= 0:
-        problems.append(f"dram_bytes: {settings.dram_bytes} must be above 0")
-    if settings.num_loaders <= 0:
-        problems.append(f"num_loaders: {settings.num_loaders} must be above 0")
-    if settings.lease_s < 1:
-        problems.append(f"lease_s: {settings.lease_s} must be at least 1")
-    if urlsplit(settings.self_url).scheme not in {"http", "https"}:
-        problems.append(f"self_url: {settings.self_url[:80]!r} is no http URL")
-    if re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", settings.replica) is None:
-        problems.append(f"replica_id: {settings.replica[:80]!r} has other signs than A-Za-z0-9._:-")
+    problems, values = _typed(config)
+    problems += _value_problems(values)
     if problems:
         raise ConfigurationError("kv_connector_extra_config: " + "; ".join(problems))
-    return settings
+    return msgspec.convert(values, EngineSettings)
+
+
+def _typed(config: dict[str, object]) -> tuple[list[str], dict[str, Any]]:
+    """Problems with names and types, and the values that have none."""
+    fields = {field.name: field for field in msgspec.structs.fields(EngineSettings)}
+    problems = [f"{name}: there is no such setting" for name in config if name not in fields]
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name not in config:
+            if field.required:
+                problems.append(f"{name}: must be set")
+            continue
+        try:
+            values[name] = msgspec.convert(config[name], field.type)
+        except msgspec.ValidationError as error:
+            problems.append(f"{name}: {error}")
+    return problems, values
+
+
+def _value_problems(values: dict[str, Any]) -> list[str]:
+    """Problems with values of the right type; defaults have none."""
+    problems = [
+        f"{name}: {values[name]} must be above 0"
+        for name in ("dram_bytes", "num_loaders")
+        if name in values and values[name] <= 0
+    ]
+    if "store" in values and not Path(values["store"]).is_dir():
+        problems.append(f"store: {values['store']} is not a folder")
+    # Written so that NaN is out of range too.
+    if "lease_s" in values and not 1 <= values["lease_s"] <= MAX_LEASE_S:
+        problems.append(f"lease_s: {values['lease_s']} must be from 1 to {MAX_LEASE_S}")
+    if "self_url" not in values:
+        return problems
+    url = urlsplit(values["self_url"])
+    if url.scheme not in {"http", "https"}:
+        problems.append(f"self_url: {values['self_url'][:80]!r} is no http URL")
+    replica = values.get("replica_id") or url.netloc
+    if re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", replica) is None:
+        problems.append(f"replica_id: {replica[:80]!r} has other signs than A-Za-z0-9._:-")
+    return problems
 
 
 def residency_key_from_environment() -> bytes | None:

@@ -7,7 +7,6 @@ Refuses HTTP and tokens: an answer is a marker made from the payload bytes that 
 import asyncio
 import contextlib
 import hashlib
-import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from pathlib import Path
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
 from cartridge_loadtest.dram_tier import DramTier, LoadedArtifact, PayloadTooLarge
 from cartridge_loadtest.openai_bodies import GenerationRequest
+from cartridge_proto.claims import FalseClaim, check_claims
 from cartridge_proto.compatibility import (
-    RELOCATABLE_ROPE_TYPES,
     EngineIdentity,
     incompatibilities,
     unsupported,
@@ -27,9 +26,8 @@ from cartridge_proto.composition import (
     InvalidComposition,
     OnMiss,
     cache_salt,
-    composition_digest,
+    claimed_request_id,
     decode_message,
-    model_fingerprint,
 )
 from cartridge_proto.digest import Digest, parse_digest
 from cartridge_proto.residency import (
@@ -49,7 +47,6 @@ MAX_DETAIL_LENGTH = 2048
 KV_CAPACITY_CONTEXTS = 16
 """The simulated KV cache holds this many requests of the longest context."""
 PLAIN_MARKER = "simulated answer without cartridges"
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +233,7 @@ class SimulatedEngine:
         receipt = Receipt(
             replica=self.settings.replica,
             epoch=self.epoch,
-            request_id=_claimed_request_id(request.cartridges),
+            request_id=claimed_request_id(request.cartridges),
             status=ReceiptStatus.SERVED if refusal is None else ReceiptStatus.FAILED,
             reason=None if refusal is None else refusal.reason,
             detail="" if refusal is None else str(refusal)[:MAX_DETAIL_LENGTH],
@@ -369,38 +366,11 @@ def _check_message(request: GenerationRequest, max_model_len: int) -> Compositio
 
 def _check_artifacts(message: CompositionMessage, artifacts: list[LoadedArtifact]) -> None:
     """Check what the gateway claimed against the verified manifests."""
-    for index, (item, artifact) in enumerate(zip(message.items, artifacts, strict=True)):
-        manifest = artifact.manifest
-        if item.num_tokens != manifest.num_tokens:
-            raise _Refused(
-                FailureReason.INVALID_MESSAGE,
-                f"items[{index}].num_tokens: {item.num_tokens}; manifest has {manifest.num_tokens}",
-            )
-        if not manifest.is_readable_by(message.scope):
-            raise _Refused(FailureReason.UNKNOWN_ARTIFACT, f"{item.digest} is not in the store")
-        is_moved = item.offset != manifest.rope.first_position
-        if is_moved and manifest.rope.type not in RELOCATABLE_ROPE_TYPES:
-            raise _Refused(
-                FailureReason.UNSUPPORTED,
-                f"items[{index}].offset: rope type {manifest.rope.type} cannot be moved",
-            )
-    expected = composition_digest(
-        scope=message.scope,
-        layout=message.layout,
-        items=message.items,
-        visibility=message.visibility,
-        fingerprint=model_fingerprint(artifacts[0].manifest.model),
-    )
-    if message.composition != expected:
-        raise _Refused(
-            FailureReason.INVALID_MESSAGE, f"composition: {message.composition} is not {expected}"
-        )
-
-
-def _claimed_request_id(cartridges: object) -> str:
-    """The gateway's request id, if the message is good enough to have one."""
-    match cartridges:
-        case {"request_id": str(request_id)} if _REQUEST_ID.fullmatch(request_id):
-            return request_id
-        case _:
-            return "unknown"
+    manifests = {
+        item.digest: artifact.manifest
+        for item, artifact in zip(message.items, artifacts, strict=True)
+    }
+    try:
+        check_claims(message, manifests)
+    except FalseClaim as claim:
+        raise _Refused(claim.reason, claim.detail) from claim

@@ -81,9 +81,7 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
         level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node)
+            child for node in level for child in (node.values() if isinstance(node, dict) else node)
         ]
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 

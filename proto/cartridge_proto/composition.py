@@ -89,6 +89,15 @@ def decode_message(value: object) -> CompositionMessage:
     return message
 
 
+def claimed_request_id(value: object) -> str:
+    """The request id of a parsed JSON value that may be no valid message; `unknown` without one."""
+    claimed = value.get("request_id") if isinstance(value, dict) else None
+    try:
+        return msgspec.convert(claimed, RequestIdText)
+    except msgspec.ValidationError:
+        return "unknown"
+
+
 def layout_offsets(layout: PositionLayout, lengths: Sequence[int]) -> list[int]:
     """Position of each artifact's first token.
 

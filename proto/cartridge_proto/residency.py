@@ -126,6 +126,6 @@ class Receipt(_Record, frozen=True, kw_only=True):
     num_reused_tokens: NonNegative
     """Virtual tokens that vLLM's prefix cache already held."""
     num_loads: NonNegative
-    """Times KV was written for this request: 1, and 1 more after each preemption."""
+    """Times KV was written: 0 when the prefix cache held all, 1 more when preemption lost it."""
     loaded_bytes: NonNegative
     load_s: Seconds

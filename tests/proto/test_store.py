@@ -62,21 +62,33 @@ def files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
+def put_versions(store: LocalStore, count: int) -> list[ManifestDigest]:
+    """Store artifacts that differ in their version only."""
+    digests = []
+    for version in range(count):
+        manifest, blob = sample_artifact(version=str(version))
+        store.put_blob(blob)
+        digests.append(store.put_manifest(manifest))
+    return digests
+
+
 # --- reading what was written --------------------------------------------------------------------
 @given(
-    st.lists(st.binary(max_size=300), max_size=5), st.dictionaries(names, st.binary(), max_size=4)
+    st.lists(st.binary(max_size=300), max_size=5),
+    st.dictionaries(names, st.integers(0, 2), max_size=4),
 )
-def test_blobs_and_aliases_are_read_back(blobs: list[bytes], aliases: dict[str, bytes]) -> None:
+def test_blobs_and_aliases_are_read_back(blobs: list[bytes], aliases: dict[str, int]) -> None:
     """Any blobs, put twice, and any aliases are there for another reader of the folder."""
     with new_store() as store:
         digests = [store.put_blob(blob) for blob in blobs * 2]
-        for alias, content in aliases.items():
-            store.set_alias(alias, sha256_digest(content))
+        artifacts = put_versions(store, 3)
+        for alias, index in aliases.items():
+            store.set_alias(alias, artifacts[index])
         reader = LocalStore(store.root)
         assert [read(reader, *pair) for pair in zip(digests, map(len, blobs * 2), strict=True)] == (
             blobs * 2
         )
-        expected = {alias: sha256_digest(content) for alias, content in aliases.items()}
+        expected = {alias: artifacts[index] for alias, index in aliases.items()}
         assert reader.aliases() == expected
         assert list(reader.aliases()) == sorted(aliases)
         assert {alias: reader.resolve(alias) for alias in aliases} == expected
@@ -107,9 +119,26 @@ def test_stored_files_are_readable_by_others(tmp_path: Path) -> None:
 def test_an_alias_moves_to_a_new_digest(tmp_path: Path) -> None:
     """Setting an alias again replaces what it stands for."""
     store = LocalStore(tmp_path)
-    for content in (b"one", b"two"):
-        store.set_alias("handbook@1", sha256_digest(content))
-        assert store.resolve("handbook@1") == sha256_digest(content)
+    for digest in put_versions(store, 2):
+        store.set_alias("handbook@1", digest)
+        assert store.resolve("handbook@1") == digest
+
+
+def test_an_alias_needs_a_manifest(tmp_path: Path) -> None:
+    """An alias for a digest that is not stored is refused, and none is written."""
+    store = LocalStore(tmp_path)
+    with pytest.raises(NotInStore, match=f"manifest {ABSENT} is not in the store"):
+        store.set_alias("handbook@1", ABSENT)
+    assert files(tmp_path) == []
+
+
+def test_a_damaged_alias_does_not_hide_the_others(tmp_path: Path) -> None:
+    """Listing leaves out an alias that holds no digest."""
+    store, digest = filled(tmp_path)
+    store.set_alias("damaged@1", digest)
+    store.set_alias("good@1", digest)
+    (tmp_path / "aliases" / "damaged@1").write_text("junk")
+    assert store.aliases() == {"good@1": digest}
 
 
 def test_a_digest_stands_for_itself(tmp_path: Path) -> None:
@@ -127,10 +156,10 @@ def test_an_empty_folder_is_an_empty_store(tmp_path: Path) -> None:
 
 def test_the_longest_alias_can_be_stored(tmp_path: Path) -> None:
     """127 characters on each side of the `@` fit a file name."""
-    store = LocalStore(tmp_path)
+    store, digest = filled(tmp_path)
     alias = "n" * 127 + "@" + "v" * 127
-    store.set_alias(alias, ABSENT)
-    assert store.resolve(alias) == ABSENT
+    store.set_alias(alias, digest)
+    assert store.resolve(alias) == digest
 
 
 # --- what is absent or misspelled ----------------------------------------------------------------
@@ -334,8 +363,8 @@ def test_bytes_with_the_right_hash_that_are_no_manifest_are_refused(tmp_path: Pa
 @pytest.mark.parametrize("content", [b"", b"sha256:short", ABSENT.encode() + b"\n", b"\xff" * 71])
 def test_an_alias_that_holds_no_digest_is_refused(tmp_path: Path, content: bytes) -> None:
     """The text names the alias."""
-    store = LocalStore(tmp_path)
-    store.set_alias("handbook@1", ABSENT)
+    store, digest = filled(tmp_path)
+    store.set_alias("handbook@1", digest)
     (tmp_path / "aliases" / "handbook@1").write_bytes(content)
     with pytest.raises(CorruptStore, match="alias handbook@1"):
         store.resolve("handbook@1")
@@ -343,8 +372,8 @@ def test_an_alias_that_holds_no_digest_is_refused(tmp_path: Path, content: bytes
 
 def test_an_oversized_alias_is_refused_with_the_limit(tmp_path: Path) -> None:
     """No more than the limit is read."""
-    store = LocalStore(tmp_path)
-    store.set_alias("handbook@1", ABSENT)
+    store, digest = filled(tmp_path)
+    store.set_alias("handbook@1", digest)
     (tmp_path / "aliases" / "handbook@1").write_bytes(b"s" * 10_000)
     with pytest.raises(CorruptStore, match="more than 128 bytes"):
         store.resolve("handbook@1")
