@@ -106,13 +106,19 @@ def test_incompatible_model_is_409_naming_the_field(fleet: Fleet) -> None:
     assert "choices" not in around.json()
 
 
-def test_too_long_is_422_with_the_numbers(fleet: Fleet) -> None:
-    """Too long by itself is seen by the gateway; too long with the prompt, by the engine."""
-    fleet.put("huge", document_tokens(MAX_MODEL_LEN - 4, seed=602))
-    response = fleet.post("/v1/completions", _body(["huge@1"]))
+def test_context_limit_counts_virtual_tokens(fleet: Fleet) -> None:
+    """Generation stops where Cartridge, prompt and answer fill the context; longer prompts: 422.
+
+    Only the engine knows how many tokens a prompt has, so the numbers are from its receipt.
+    """
+    num_tokens = MAX_MODEL_LEN - 18
+    fleet.put("huge", document_tokens(num_tokens, seed=602))
+    answer = fleet.complete(LIVE_PROMPT, ["huge@1"], num_new_tokens=100)
+    assert len(answer.token_ids) == MAX_MODEL_LEN - num_tokens - len(LIVE_PROMPT)
+    response = fleet.post("/v1/completions", {**_body(["huge@1"]), "prompt": LIVE_PROMPT * 3})
     assert response.status_code == 422, response.text
-    assert str(MAX_MODEL_LEN - 4) in _error(response)
-    assert str(MAX_MODEL_LEN) in _error(response)
+    for number in (num_tokens, 3 * len(LIVE_PROMPT), MAX_MODEL_LEN):
+        assert str(number) in _error(response)
     assert fleet.complete(LIVE_PROMPT).token_ids, "the engine lives"
 
 
