@@ -118,9 +118,11 @@ class Builder:
             live: the probe's live prompt.
 
         Raises:
-            ConfigurationError: the ids do not fit the context.
+            ConfigurationError: there are no ids, or they do not fit the context.
         """
         limit = int(self._model.config.max_position_embeddings)
+        if not prefix:
+            raise ConfigurationError(f"{source.name}: the text has no tokens")
         if len(prefix) >= limit:
             raise ConfigurationError(f"{source.name}: {len(prefix)} tokens; the context is {limit}")
         self._say(f"prefill {source.name}: {len(prefix)} tokens")
@@ -183,7 +185,7 @@ class Builder:
             prefix = list(self._tokenizer(source.text)["input_ids"])
             return prefix, verbatim(f"\n\n{PROBE_QUESTION}")
         render = renderer_of(self._tokenizer)
-        content = source.instruction.format(document=source.text)
+        content = source.instruction.replace("{document}", source.text)
         head = system_turn(render, content)
         turns = [
             {"role": "system", "content": content},

@@ -37,10 +37,14 @@ def model_identity(model_dir: Path, *, name: str, with_weights: bool) -> ModelId
     """
     config = _read_config(model_dir)
     kept = {key: value for key, value in config.items() if key not in _NOT_IDENTITY}
+    try:
+        config_digest = sha256_digest(encode_canonical(kept))
+    except ValueError as error:
+        raise ConfigurationError(f"{model_dir / 'config.json'}: {error}") from error
     return ModelIdentity(
         architecture=str((config.get("architectures") or ["unknown"])[0]),
         name=name,
-        config_digest=sha256_digest(encode_canonical(kept)),
+        config_digest=config_digest,
         tokenizer_digest=_tokenizer_digest(model_dir),
         weights_digest=_weights_digest(model_dir) if with_weights else None,
         adapter=None,
@@ -92,7 +96,8 @@ def chat_template(model_dir: Path) -> str | None:
     """The model's own chat template, or `None`.
 
     Raises:
-        ConfigurationError: the tokenizer has several named templates and none is the default.
+        ConfigurationError: tokenizer_config.json cannot be read, or has several named templates
+            and none is the default.
     """
     file = model_dir / "chat_template.jinja"
     if file.is_file():
@@ -100,7 +105,7 @@ def chat_template(model_dir: Path) -> str | None:
     config_file = model_dir / "tokenizer_config.json"
     if not config_file.is_file():
         return None
-    template = json.loads(config_file.read_text("utf-8")).get("chat_template")
+    template = _read_object(config_file).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template}
         if "default" not in named:
@@ -116,12 +121,17 @@ def chat_template_digest(model_dir: Path) -> Digest | None:
 
 
 def _read_config(model_dir: Path) -> dict[str, Any]:
-    file = model_dir / "config.json"
+    return _read_object(model_dir / "config.json")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        value = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{file}: {error}") from error
-    return config
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{file}: not an object")
+    return value
 
 
 def _number(config: dict[str, Any], key: str) -> int:

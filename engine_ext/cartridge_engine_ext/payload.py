@@ -39,6 +39,7 @@ def pack_payload(named: Mapping[str, torch.Tensor]) -> Payload:
     Raises:
         KeyError: a dtype is none of float32, bfloat16, float16.
     """
+    dtypes = {name: DTYPE_NAMES[tensor.dtype] for name, tensor in named.items()}
     data = save({name: tensor.contiguous() for name, tensor in named.items()})
     ranges = tensor_ranges(data)
     blob = Blob(sha256=sha256_digest(data), size_bytes=len(data))
@@ -49,7 +50,7 @@ def pack_payload(named: Mapping[str, torch.Tensor]) -> Payload:
             "blob": blob.sha256,
             "byte_range": ranges[name],
             "shape": list(tensor.shape),
-            "dtype": DTYPE_NAMES[tensor.dtype],
+            "dtype": dtypes[name],
             "sha256": sha256_digest(view[slice(*ranges[name])]),
         }
 
@@ -62,8 +63,8 @@ def pack_payload(named: Mapping[str, torch.Tensor]) -> Payload:
         },
         representation=msgspec.convert(
             {
-                "k_dtype": DTYPE_NAMES[named["layers.0.k"].dtype],
-                "v_dtype": DTYPE_NAMES[named["layers.0.v"].dtype],
+                "k_dtype": dtypes["layers.0.k"],
+                "v_dtype": dtypes["layers.0.v"],
                 "v_scale": None,
             },
             Representation,

@@ -65,7 +65,6 @@ class _VirtualRequest:
     message: CompositionMessage
     received_s: float
     tiers: dict[str, Tier]
-    is_acquired: bool = False
     refusal: Refusal | None = None
     is_checked: bool = False
     num_reused_tokens: int | None = None
@@ -148,8 +147,6 @@ class SchedulerSide:
             return
         if FIELD_SELF_TEST in params:
             self._track_capture(request, params[FIELD_SELF_TEST])
-            if FIELD_CARTRIDGES not in params:
-                return
         if FIELD_CARTRIDGES not in params:
             return
         try:
@@ -219,9 +216,8 @@ class SchedulerSide:
         if isinstance(tracked, _Doomed):
             receipt = self._refused_receipt(tracked)
         elif isinstance(tracked, _VirtualRequest):
-            if tracked.is_acquired:
-                for digest in tracked.digests:
-                    self._pool.release(digest)
+            for digest in tracked.digests:
+                self._pool.release(digest)
             has_error = str(request.get_finished_reason()) == "error"
             receipt = self._receipt(tracked, has_error=has_error)
         else:
@@ -251,7 +247,6 @@ class SchedulerSide:
         for digest in tracked.digests:
             is_ready = self._pool.acquire(digest, tracked.deadline_s)
             tracked.tiers[digest] = Tier.DRAM if is_ready else Tier.REMOTE
-        tracked.is_acquired = True
         self._tracked[request.request_id] = tracked
         placeholders = [self._placeholder] * num_tokens
         request.prompt_token_ids = placeholders + list(request.prompt_token_ids or [])

@@ -347,24 +347,31 @@ def decode_manifest(data: bytes) -> Manifest:
         value = decode_strict(data, max_bytes=MAX_MANIFEST_BYTES)
     except ValueError as error:
         raise InvalidManifest([str(error)]) from error
-    problems = sorted(
-        f"{error.json_path.removeprefix('$.')}: {_explain(error)}"
-        for error in _validator().iter_errors(value)
-    )
-    if problems:
-        raise InvalidManifest(problems)
     try:
-        if encode_canonical(value) != data:
-            raise InvalidManifest(["the bytes are not in canonical form (RFC 8785)"])
+        # The schema says the same as the types: it is asked only to list everything that is wrong.
         manifest = msgspec.convert(value, Manifest)
-    except InvalidManifest:
-        raise
-    except (ValueError, msgspec.ValidationError) as error:
-        raise InvalidManifest([str(error)]) from error
+    except msgspec.ValidationError as error:
+        problems = sorted(
+            f"{found.json_path.removeprefix('$.')}: {_explain(found)}"
+            for found in _validator().iter_errors(value)
+        )
+        if not problems:
+            _check_canonical(value, data)
+        raise InvalidManifest(problems or [str(error)]) from error
+    _check_canonical(value, data)
     problems = _cross_field_problems(manifest)
     if problems:
         raise InvalidManifest(problems)
     return manifest
+
+
+def _check_canonical(value: object, data: bytes) -> None:
+    try:
+        is_canonical = encode_canonical(value) == data
+    except ValueError as error:
+        raise InvalidManifest([str(error)]) from error
+    if not is_canonical:
+        raise InvalidManifest(["the bytes are not in canonical form (RFC 8785)"])
 
 
 def _explain(error: jsonschema.ValidationError) -> str:
