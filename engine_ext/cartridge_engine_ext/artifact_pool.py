@@ -268,7 +268,9 @@ class ArtifactPool:
         try:
             manifest = self._store.read_manifest(digest)
         except NotInStore as error:
-            raise Refusal(FailureReason.UNKNOWN_ARTIFACT, str(error)) from error
+            # The words of `claims` for an artifact that the scope may not see.
+            detail = f"{digest} is not in the store"
+            raise Refusal(FailureReason.UNKNOWN_ARTIFACT, detail) from error
         except StoreError as error:
             raise Refusal(FailureReason.CORRUPT_ARTIFACT, str(error)) from error
         refused = unsupported(manifest)

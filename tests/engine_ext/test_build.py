@@ -1,0 +1,220 @@
+"""Building a Cartridge: the stored keys and values are those of one ordinary forward pass."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cartridge_engine_ext import identity
+from cartridge_engine_ext.artifact_pool import tensor_view
+from cartridge_engine_ext.build import NUM_PROBE_STEPS, NUM_PROBE_TOP, Builder, Source
+from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_proto.compatibility import EngineIdentity, incompatibilities, unsupported
+from cartridge_proto.digest import Digest
+from cartridge_proto.manifest import ConventionKind, Manifest
+from cartridge_proto.store import LocalStore
+from tests.engine_ext.tiny_model import (
+    BOS,
+    FOLDING_TEMPLATE,
+    MAX_POSITIONS,
+    save_tiny_model,
+)
+
+TEXT = "The harbour opened in 1902; {tides} are posted daily."
+HEAD = f"{BOS}[system]Answer the question from this document.\n\n{TEXT}[end]"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def builder_of(
+    model_dir: Path, store: LocalStore, dtype: torch.dtype = torch.float32, **options: Any
+) -> Builder:
+    """A builder that says nothing."""
+    options.setdefault("with_weights_digest", True)
+    options.setdefault("say", lambda line: None)
+    return Builder(model_dir=model_dir, store=store, model_name="tiny", dtype=dtype, **options)
+
+
+def tokens(model_dir: Path, text: str) -> list[int]:
+    """Ids of a text that already holds its special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def stored(store: LocalStore, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The tensors of an artifact, from its verified blob."""
+    buffer = bytearray(manifest.payload[0].size_bytes)
+    store.read_blob_into(Digest(manifest.payload[0].sha256), memoryview(buffer))
+    return {
+        name: tensor_view(buffer, tensor.dtype, tensor.shape, *tensor.byte_range)
+        for name, tensor in manifest.tensors.items()
+    }
+
+
+def expect_prefill(
+    store: LocalStore, manifest: Manifest, model_dir: Path, prefix: list[int], dtype: torch.dtype
+) -> None:
+    """The artifact holds exactly the cache of a plain forward pass over these tokens."""
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    with torch.inference_mode():
+        cache = model(torch.tensor([prefix]), use_cache=True).past_key_values
+    found = stored(store, manifest)
+    assert manifest.num_tokens == len(prefix)
+    assert len(found) == 2 * len(cache.layers)
+    for index, layer in enumerate(cache.layers):
+        assert found[f"layers.{index}.k"].dtype is dtype
+        assert torch.equal(found[f"layers.{index}.k"], layer.keys[0])
+        assert torch.equal(found[f"layers.{index}.v"], layer.values[0])
+
+
+# --- what is stored ------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_system_turn_is_stored_exactly(
+    dtype: torch.dtype, model_dir: Path, store: LocalStore
+) -> None:
+    """For chats the artifact is the system turn, BOS and its end included, bit for bit."""
+    built = builder_of(model_dir, store, dtype).build(Source(text=TEXT, name="harbour"))
+    expect_prefill(store, built.manifest, model_dir, tokens(model_dir, HEAD), dtype)
+    convention = built.manifest.prompt_convention
+    assert (convention.kind, convention.has_bos) == (ConventionKind.SYSTEM_TURN, True)
+    assert convention.chat_template_digest == identity.chat_template_digest(model_dir)
+
+
+def test_a_document_is_stored_exactly(model_dir: Path, store: LocalStore) -> None:
+    """For completions the artifact is the text as the tokenizer takes it, and no chat template."""
+    source = Source(text=TEXT, name="harbour", convention=ConventionKind.DOCUMENT)
+    built = builder_of(model_dir, store).build(source)
+    expect_prefill(store, built.manifest, model_dir, tokens(model_dir, BOS + TEXT), torch.float32)
+    convention = built.manifest.prompt_convention
+    assert (convention.kind, convention.has_bos) == (ConventionKind.DOCUMENT, True)
+    assert convention.chat_template_digest is None
+
+
+def test_an_artifact_is_valid_and_fits_its_model(model_dir: Path, store: LocalStore) -> None:
+    """What is stored verifies, resolves by its alias, and is compatible with the same folder."""
+    source = Source(
+        text=TEXT,
+        name="harbour",
+        version="2",
+        title="Harbour",
+        sentence="About a harbour.",
+        owner="tenant-a",
+        readers=("tenant-b",),
+    )
+    built = builder_of(model_dir, store).build(source)
+    assert store.verify(Digest(built.digest)) == built.manifest
+    assert store.resolve("harbour@2") == built.digest
+    card, access = built.manifest.card, built.manifest.access
+    assert (card.title, card.sentence) == ("Harbour", "About a harbour.")
+    assert (access.owner, access.readers) == ("tenant-a", ["tenant-b"])
+    engine = EngineIdentity(
+        model=identity.model_identity(model_dir, name="other name", with_weights=True),
+        geometry=identity.geometry(model_dir),
+        rope=identity.rope(model_dir),
+        chat_template_digest=identity.chat_template_digest(model_dir),
+        max_model_len=MAX_POSITIONS,
+        block_size=16,
+    )
+    assert incompatibilities(built.manifest, engine) == []
+    assert unsupported(built.manifest) == []
+    retrained = msgspec.structs.replace(engine.model, weights_digest=Digest("sha256:" + "0" * 64))
+    other = msgspec.structs.replace(engine, model=retrained)
+    assert [one.field for one in incompatibilities(built.manifest, other)] == [
+        "model.weights_digest"
+    ]
+
+
+def test_weights_are_hashed_on_demand(model_dir: Path, store: LocalStore) -> None:
+    """Without the digest of the weights the manifest says unknown."""
+    built = builder_of(model_dir, store, with_weights_digest=False).build(Source(TEXT, "harbour"))
+    assert built.manifest.model.weights_digest is None
+
+
+def test_the_probe_is_what_the_model_answers(model_dir: Path, store: LocalStore) -> None:
+    """Its steps are the greedy tokens of the ordinary prompt, with the model's own logprobs."""
+    probe = builder_of(model_dir, store).build(Source(TEXT, "harbour")).manifest.probe
+    live = tokens(model_dir, "[user]What is this about?[end][assistant]")
+    assert probe.prompt_token_ids == live
+    assert len(probe.steps) == NUM_PROBE_STEPS
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    sequence = tokens(model_dir, HEAD) + live
+    for step in probe.steps:
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model(torch.tensor([sequence])).logits[0, -1], -1)
+        top = logprobs.topk(NUM_PROBE_TOP)
+        assert [token for token, _ in step.top] == top.indices.tolist()
+        assert step.token_id == step.top[0][0]
+        # One pass over the whole instead of one with a cache: float32 sums in another order.
+        assert [value for _, value in step.top] == pytest.approx(top.values.tolist(), abs=1e-5)
+        sequence.append(step.token_id)
+
+
+# --- repeating -----------------------------------------------------------------------------------
+def test_a_build_can_be_repeated(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With SOURCE_DATE_EPOCH the same text gives the same digest, in another store and process."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    source = Source(TEXT, "harbour")
+    digests = {
+        builder_of(model_dir, LocalStore(tmp_path / name)).build(source).digest for name in "ab"
+    }
+    assert len(digests) == 1
+    builder = builder_of(model_dir, LocalStore(tmp_path / "c"))
+    assert builder.build(source).manifest.created_at == "2023-11-14T22:13:20Z"
+    assert builder.build(Source(TEXT + ".", "harbour")).digest not in digests
+
+
+def test_every_step_is_said(model_dir: Path, store: LocalStore) -> None:
+    """Progress lines name the model and the text with its length."""
+    lines: list[str] = []
+    builder_of(model_dir, store, say=lines.append).build(Source(TEXT, "harbour"))
+    length = len(tokens(model_dir, HEAD))
+    assert lines == [f"model: {model_dir}", f"prefill harbour: {length} tokens"]
+
+
+# --- refusals ------------------------------------------------------------------------------------
+def test_a_text_beyond_the_context_is_refused(model_dir: Path, store: LocalStore) -> None:
+    """One position must stay for an answer; one token less is built. Nothing else is stored."""
+    builder = builder_of(model_dir, store)
+    document = ConventionKind.DOCUMENT
+    with pytest.raises(ConfigurationError, match=f"{MAX_POSITIONS} tokens.*{MAX_POSITIONS}"):
+        builder.build(Source("x" * (MAX_POSITIONS - 1), "long", convention=document))
+    assert store.aliases() == {}
+    built = builder.build(Source("x" * (MAX_POSITIONS - 2), "fits", convention=document))
+    assert built.manifest.num_tokens == MAX_POSITIONS - 1
+
+
+def test_a_template_without_a_system_turn_is_refused(tmp_path: Path) -> None:
+    """A model that folds the system message away builds documents only."""
+    model_dir = save_tiny_model(tmp_path / "model", template=FOLDING_TEMPLATE)
+    builder = builder_of(model_dir, LocalStore(tmp_path / "store"))
+    with pytest.raises(ConfigurationError, match="no system turn that stands on its own"):
+        builder.build(Source(TEXT, "harbour"))
+    assert builder.build(Source(TEXT, "harbour", convention=ConventionKind.DOCUMENT)).digest
+
+
+def test_an_instruction_may_hold_braces(model_dir: Path, store: LocalStore) -> None:
+    """Only {document} is replaced; other braces of an instruction are text."""
+    source = Source(TEXT, "harbour", instruction='Answer as {"a": {}}: {document}')
+    built = builder_of(model_dir, store).build(source)
+    head = f'{BOS}[system]Answer as {{"a": {{}}}}: {TEXT}[end]'
+    assert built.manifest.num_tokens == len(tokens(model_dir, head))
+
+
+def test_token_ids_are_stored_as_they_are(model_dir: Path, store: LocalStore) -> None:
+    """Given ids are prefilled without a template; no ids at all are refused."""
+    builder = builder_of(model_dir, store)
+    source = Source("", "ids", convention=ConventionKind.DOCUMENT)
+    built = builder.prefill(source, [5, 6, 7], [8])
+    expect_prefill(store, built.manifest, model_dir, [5, 6, 7], torch.float32)
+    assert built.manifest.probe.prompt_token_ids == [8]
+    with pytest.raises(ConfigurationError, match="ids: the text has no tokens"):
+        builder.prefill(source, [], [8])

@@ -1,0 +1,302 @@
+"""What model this is: digests that change with meaning only, geometry, and both rope spellings."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cartridge_engine_ext import identity
+from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES
+from cartridge_proto.digest import sha256_digest
+from cartridge_proto.manifest import LayerKind, ModelIdentity, Rotation
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "rope_theta": 100_000.0,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 100,
+}
+
+
+def folder(root: Path, config: Any = CONFIG, **changes: Any) -> Path:
+    """A model folder with this config, a tokenizer and two shards of weights."""
+    root.mkdir(parents=True, exist_ok=True)
+    if isinstance(config, dict):
+        config = {key: value for key, value in {**config, **changes}.items() if value is not ...}
+    (root / "config.json").write_text(json.dumps(config))
+    (root / "tokenizer.json").write_text('{"model": 1}')
+    (root / "model-1.safetensors").write_bytes(b"one")
+    (root / "model-2.safetensors").write_bytes(b"two")
+    return root
+
+
+def described(model_dir: Path, *, with_weights: bool = True) -> ModelIdentity:
+    """The identity of a folder."""
+    return identity.model_identity(model_dir, name="m", with_weights=with_weights)
+
+
+# --- digests -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 1e-6},
+        {"rope_theta": 10_000.0},
+        {"hidden_act": "gelu"},
+        {"tie_word_embeddings": True},
+        {"sliding_window": 128},
+        {"model_type": "mistral"},
+        {"vocab_size": ...},
+    ],
+    ids=str,
+)
+def test_what_changes_the_computation_changes_the_digest(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    """Any key that is not known to be about saving is part of the identity."""
+    before = described(folder(tmp_path / "a"))
+    after = described(folder(tmp_path / "b", **change))
+    assert after.config_digest != before.config_digest
+    assert msgspec.structs.replace(after, config_digest=before.config_digest) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"_name_or_path": "/somewhere"},
+        {"_model_name_or_path": "/somewhere"},
+        {"transformers_version": "5.0.0"},
+        {"dtype": "bfloat16"},
+        {"torch_dtype": "bfloat16"},
+        {"use_cache": False},
+    ],
+    ids=str,
+)
+def test_how_a_model_was_saved_is_not_its_identity(change: dict[str, Any], tmp_path: Path) -> None:
+    """Keys that say how and by what a folder was written leave every digest as it is."""
+    assert described(folder(tmp_path / "a", **change)) == described(folder(tmp_path / "b"))
+
+
+def test_the_order_of_keys_is_not_identity(tmp_path: Path) -> None:
+    """The same config written in another order is the same model."""
+    reordered = dict(sorted(CONFIG.items(), reverse=True))
+    assert described(folder(tmp_path / "a", reordered)) == described(folder(tmp_path / "b"))
+
+
+def test_the_architecture_is_a_field_of_its_own(tmp_path: Path) -> None:
+    """Another architecture is named as such, not as another config."""
+    one = described(folder(tmp_path / "a"))
+    other = described(folder(tmp_path / "b", architectures=["MistralForCausalLM"]))
+    assert (one.architecture, other.architecture) == ("LlamaForCausalLM", "MistralForCausalLM")
+    assert one.config_digest == other.config_digest
+    assert described(folder(tmp_path / "c", architectures=...)).architecture == "unknown"
+
+
+def test_tokenizer_and_weights_have_their_digests(tmp_path: Path) -> None:
+    """Each file changes its own digest; a renamed or added shard counts too."""
+    model_dir = folder(tmp_path)
+    first = described(model_dir)
+    assert first.tokenizer_digest == sha256_digest(b'{"model": 1}')
+    (model_dir / "tokenizer.json").write_text('{"model": 2}')
+    second = described(model_dir)
+    assert second.tokenizer_digest != first.tokenizer_digest
+    assert second.weights_digest == first.weights_digest
+    (model_dir / "model-2.safetensors").write_bytes(b"TWO")
+    third = described(model_dir)
+    assert third.weights_digest != second.weights_digest
+    (model_dir / "model-2.safetensors").rename(model_dir / "model-3.safetensors")
+    assert described(model_dir).weights_digest != third.weights_digest
+
+
+def test_weights_are_read_on_demand_only(tmp_path: Path) -> None:
+    """Without hashing the digest is unknown, which is `None`, and no weights are needed."""
+    model_dir = folder(tmp_path)
+    for file in model_dir.glob("*.safetensors"):
+        file.unlink()
+    assert described(model_dir, with_weights=False).weights_digest is None
+    with pytest.raises(ConfigurationError, match=r"no \*\.safetensors"):
+        described(model_dir)
+
+
+def test_a_sentencepiece_tokenizer_is_hashed(tmp_path: Path) -> None:
+    """Without tokenizer.json the older file counts."""
+    model_dir = folder(tmp_path)
+    (model_dir / "tokenizer.json").rename(model_dir / "tokenizer.model")
+    assert described(model_dir).tokenizer_digest == sha256_digest(b'{"model": 1}')
+
+
+# --- geometry ------------------------------------------------------------------------------------
+def test_the_shape_of_the_kv_cache(tmp_path: Path) -> None:
+    """Heads and dimensions come from config.json, with the defaults that transformers has."""
+    shape = identity.geometry(folder(tmp_path / "a"))
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim_k, shape.head_dim_v) == (
+        3,
+        2,
+        8,
+        8,
+    )
+    assert shape.layer_kinds == [LayerKind.FULL] * 3
+    own = identity.geometry(folder(tmp_path / "b", head_dim=16, num_key_value_heads=...))
+    assert (own.num_kv_heads, own.head_dim_k) == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        ({"sliding_window": 128}, [LayerKind.SLIDING] * 3),
+        ({"sliding_window": 128, "use_sliding_window": False}, [LayerKind.FULL] * 3),
+        ({"sliding_window": None}, [LayerKind.FULL] * 3),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            [LayerKind.FULL, LayerKind.SLIDING, LayerKind.FULL],
+        ),
+        ({"kv_lora_rank": 512}, [LayerKind.LATENT] * 3),
+    ],
+    ids=str,
+)
+def test_the_kind_of_each_layer(
+    change: dict[str, Any], kinds: list[LayerKind], tmp_path: Path
+) -> None:
+    """Sliding and latent attention are recognised in every spelling."""
+    assert identity.geometry(folder(tmp_path, **change)).layer_kinds == kinds
+
+
+# --- rope ----------------------------------------------------------------------------------------
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}),
+        (
+            {"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            {"rope_parameters": {"rope_theta": 500.0, "rope_type": "llama3", **LLAMA3}},
+        ),
+        (
+            {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rope_scaling": None},
+            {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        ),
+    ],
+    ids=["default", "llama3", "linear", "partial"],
+)
+def test_both_spellings_of_rope_are_one(
+    old: dict[str, Any], new: dict[str, Any], tmp_path: Path
+) -> None:
+    """`rope_theta` with `rope_scaling` and `rope_parameters` describe the same embedding."""
+    one = identity.rope(folder(tmp_path / "a", **old))
+    other = identity.rope(folder(tmp_path / "b", **{"rope_theta": ..., **new}))
+    assert one == other
+    assert one.theta == 500.0
+    assert (one.stored_keys, one.first_position) == (Rotation.POST, 0)
+
+
+def test_rope_is_read_whole(tmp_path: Path) -> None:
+    """Type, scaling and rotated channels are what the folder says; absent means the default."""
+    plain = identity.rope(folder(tmp_path / "a", rope_theta=...))
+    assert (plain.type, plain.theta, plain.scaling, plain.rotary_dim) == (
+        "default",
+        10_000.0,
+        None,
+        8,
+    )
+    scaled = identity.rope(
+        folder(tmp_path / "b", rope_scaling={"rope_type": "llama3", **LLAMA3}, head_dim=16)
+    )
+    assert (scaled.type, scaled.scaling, scaled.rotary_dim) == ("llama3", LLAMA3, 16)
+    half = identity.rope(folder(tmp_path / "c", partial_rotary_factor=0.5))
+    assert half.rotary_dim == 4
+
+
+def test_length_dependent_rope_is_not_called_relocatable(tmp_path: Path) -> None:
+    """A dynamic embedding keeps its name, so that moving its keys is refused."""
+    rope = identity.rope(folder(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}))
+    assert rope.type == "dynamic"
+    assert rope.type not in RELOCATABLE_ROPE_TYPES
+
+
+# --- chat template -------------------------------------------------------------------------------
+def test_the_chat_template_is_found_where_transformers_keeps_it(tmp_path: Path) -> None:
+    """A file of its own wins over the tokenizer's config; a model may have none."""
+    model_dir = folder(tmp_path)
+    assert identity.chat_template(model_dir) is None
+    assert identity.chat_template_digest(model_dir) is None
+    tokenizer_config = model_dir / "tokenizer_config.json"
+    tokenizer_config.write_text("{}")
+    assert identity.chat_template(model_dir) is None
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    for value, expected in (("inline", "inline"), (named, "d")):
+        tokenizer_config.write_text(json.dumps({"chat_template": value}))
+        assert identity.chat_template(model_dir) == expected
+    (model_dir / "chat_template.jinja").write_text("own file\n")
+    assert identity.chat_template(model_dir) == "own file\n"
+    assert identity.chat_template_digest(model_dir) == sha256_digest(b"own file\n")
+
+
+# --- folders that do not say ---------------------------------------------------------------------
+def drop(name: str) -> Callable[[Path], None]:
+    """Remove a file."""
+    return lambda model_dir: (model_dir / name).unlink()
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    """Replace a file."""
+
+    def replace(model_dir: Path) -> None:
+        (model_dir / name).write_text(text)
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (drop("config.json"), "config.json: .*No such file"),
+        (write("config.json", "{"), "config.json: "),
+        (write("config.json", "[]"), "config.json: .*not an object"),
+        (write("config.json", '{"big": 9007199254740993}'), "config.json: .*canonical"),
+        (drop("tokenizer.json"), r"neither tokenizer\.json nor tokenizer\.model"),
+    ],
+    ids=["absent", "cut", "list", "number", "tokenizer"],
+)
+def test_an_unusable_folder_is_a_configuration_error(
+    damage: Callable[[Path], None], text: str, tmp_path: Path
+) -> None:
+    """What is missing or unreadable is named with its file."""
+    model_dir = folder(tmp_path)
+    damage(model_dir)
+    with pytest.raises(ConfigurationError, match=text):
+        described(model_dir)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
+@pytest.mark.parametrize("value", [..., None, "8"], ids=["absent", "null", "text"])
+def test_a_missing_number_is_named(key: str, value: Any, tmp_path: Path) -> None:
+    """Geometry is never guessed."""
+    with pytest.raises(ConfigurationError, match=f"{key} is "):
+        identity.geometry(folder(tmp_path, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", json.dumps({"chat_template": [{"name": "tool_use", "template": "t"}]})],
+    ids=["cut", "no_default"],
+)
+def test_an_unusable_tokenizer_config_is_a_configuration_error(text: str, tmp_path: Path) -> None:
+    """A cut file, or named templates without a default, are named with their file."""
+    model_dir = folder(tmp_path)
+    (model_dir / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"tokenizer_config\.json"):
+        identity.chat_template(model_dir)

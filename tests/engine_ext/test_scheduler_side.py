@@ -1,0 +1,615 @@
+"""The scheduler half: prefix put in front or refused, loads planned, receipts true, uses released.
+
+The request is a plain stand-in; pool, store and artifacts are real.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is imported
+
+# isort: split
+from cartridge_engine_ext.artifact_pool import ArtifactPool
+from cartridge_engine_ext.load_plan import Capture, Failure, Load, LoadReport, LoadResult
+from cartridge_engine_ext.scheduler_side import SchedulerSide, SelfTestGate
+from cartridge_engine_ext.virtual_prefix import num_blocks
+from cartridge_proto.composition import OnMiss, cache_salt
+from cartridge_proto.digest import Digest, sha256_digest
+from cartridge_proto.manifest import Manifest, PositionLayout
+from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_RECEIPT, FIELD_SELF_TEST
+from cartridge_proto.residency import (
+    Epoch,
+    FailureReason,
+    Receipt,
+    ReceiptStatus,
+    ReplicaId,
+    Tier,
+)
+from tests.engine_ext.fake_request import (
+    BLOCK_SIZE,
+    LIVE,
+    FakeRequest,
+    FakeSampling,
+    message_of,
+    request_with,
+)
+from tests.engine_ext.stored_artifacts import (
+    WAIT_S,
+    ObservedStore,
+    blob_path,
+    flip_bit,
+    put_artifact,
+    put_sample,
+)
+from tests.proto.sample_artifact import engine_of, sample_artifact
+
+PLACEHOLDER = 49_152
+MAX_MODEL_LEN = 100
+ENGINE = msgspec.structs.replace(
+    engine_of(sample_artifact()[0]), max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
+)
+TOKEN = "0123456789abcdef"
+
+
+@dataclass
+class Engine:
+    """The half under test, with what stands around it."""
+
+    store: ObservedStore
+    pool: ArtifactPool
+    gate: SelfTestGate
+    side: SchedulerSide
+    receipts: list[Receipt]
+    captured: list[tuple[str, Any]] = field(default_factory=list)
+
+    def put(self, **sample: Any) -> tuple[Digest, Manifest]:
+        """Store a sample artifact."""
+        return put_sample(self.store, **sample)
+
+    def use(self, artifact: tuple[Digest, Manifest]) -> None:
+        """Bring an artifact to the dram tier and leave it there unused."""
+        self.pool.acquire(artifact[0], time.monotonic() + WAIT_S)
+        self.pool.wait(artifact[0], WAIT_S)
+        self.pool.release(artifact[0])
+
+    def matched(self, request: FakeRequest, num_computed_tokens: int = 0) -> int:
+        """Ask until the bytes are there or refused."""
+        end_s = time.monotonic() + WAIT_S
+        while time.monotonic() < end_s:
+            count = self.side.num_matched_tokens(request, num_computed_tokens)
+            if count is not None:
+                return count
+        raise AssertionError("still loading")
+
+    def schedule(self, request: FakeRequest, num_computed_tokens: int = 0) -> tuple[int, ...]:
+        """One turn of vLLM's scheduler for a request; returns its blocks."""
+        count = self.matched(request, num_computed_tokens)
+        blocks = tuple(range(3, 3 + num_blocks(len(request.all_token_ids), BLOCK_SIZE)))
+        self.side.after_allocation(request, blocks, count)
+        return blocks
+
+    def run(self, request: FakeRequest, num_computed_tokens: int = 0) -> None:
+        """Admit and schedule, and let a worker write every load without error."""
+        self.side.on_new_request(request)
+        self.schedule(request, num_computed_tokens)
+        results = {
+            load.request_id: LoadResult(1000, 0.5, None) for load in self.side.take_plan().loads
+        }
+        self.side.take_report(LoadReport(results))
+
+    def end(self, request: FakeRequest) -> Receipt:
+        """Finish a request; its receipt must be published and part of the answer."""
+        answer = self.side.finish(request)
+        receipt = self.receipts[-1]
+        assert answer == {FIELD_RECEIPT: msgspec.to_builtins(receipt)}
+        return receipt
+
+    def refused(self, request: FakeRequest) -> Receipt:
+        """Admit a request that must be doomed at once, and let it fail as vLLM would."""
+        self.side.on_new_request(request)
+        assert request.all_token_ids == request.prompt_token_ids == [0, 0]
+        assert request.num_prompt_tokens == 2
+        assert self.matched(request) == 1
+        self.side.after_allocation(request, [5], 1)
+        plan = self.side.take_plan()
+        assert (plan.loads, plan.failures) == ([], [Failure(request.request_id, (5,))])
+        request.finished_reason = "error"
+        receipt = self.end(request)
+        assert (receipt.status, receipt.items) == (ReceiptStatus.FAILED, [])
+        assert self.pool.residents() == []
+        assert self.store.reads.total() == 0
+        return receipt
+
+    def failed_to_load(self, request: FakeRequest) -> Receipt:
+        """Admit a request whose load must be refused after it was asked for."""
+        self.side.on_new_request(request)
+        blocks = self.schedule(request)
+        plan = self.side.take_plan()
+        assert (plan.loads, plan.failures) == ([], [Failure(request.request_id, blocks)])
+        request.finished_reason = "error"
+        receipt = self.end(request)
+        assert receipt.status is ReceiptStatus.FAILED
+        assert all(num_users == 0 for _, num_users in self.pool.residents())
+        return receipt
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """An engine whose self-test has passed."""
+    store = ObservedStore(tmp_path)
+    pool = ArtifactPool(store=store, engine=ENGINE, capacity_bytes=1 << 20, num_loaders=2)
+    gate = SelfTestGate(token=TOKEN, is_open=True)
+    receipts: list[Receipt] = []
+    captured: list[tuple[str, Any]] = []
+    side = SchedulerSide(
+        pool=pool,
+        engine=ENGINE,
+        replica=ReplicaId("replica-0"),
+        epoch=Epoch("0" * 32),
+        placeholder_token_id=PLACEHOLDER,
+        gate=gate,
+        publish_receipt=receipts.append,
+        on_captured=lambda request_id, tensors: captured.append((request_id, tensors)),
+    )
+    yield Engine(store, pool, gate, side, receipts, captured)
+    store.gate.set()
+    pool.close()
+
+
+# --- the prefix ----------------------------------------------------------------------------------
+def test_a_prefix_stands_before_the_prompt(engine: Engine) -> None:
+    """Placeholders precede the live tokens everywhere, and the block hashes are computed anew."""
+    artifact = engine.put(num_tokens=20)
+    request = request_with(message_of([artifact]))
+    live_ids, gateway_salt = request.prompt_token_ids, request.cache_salt
+    engine.side.on_new_request(request)
+    expected = [PLACEHOLDER] * 20 + LIVE
+    assert request.prompt_token_ids == request.all_token_ids == expected
+    assert request.num_prompt_tokens == 23
+    assert live_ids == LIVE  # what the API server holds is not changed
+    assert request.cache_salt != gateway_salt
+    fresh = FakeRequest(None, prompt_token_ids=expected, cache_salt=request.cache_salt)
+    assert request.block_hashes == fresh.block_hashes
+    assert len(request.block_hashes) == 1
+
+
+def test_two_requests_share_blocks_if_and_only_if_their_composition_is_equal(
+    engine: Engine,
+) -> None:
+    """The same message gives the same hashes; order, layout or scope give others."""
+    one, two = (engine.put(num_tokens=16, seed=seed) for seed in (1, 2))
+    messages = [
+        message_of([one, two]),
+        message_of([two, one]),
+        message_of([one, two], layout=PositionLayout.SHARED_LOCAL),
+        message_of([one, two], scope="tenant-a"),
+    ]
+    hashes = []
+    for message in (*messages, message_of([one, two], request_id="another", deadline_ms=5)):
+        request = request_with(message)
+        engine.side.on_new_request(request)
+        hashes.append(tuple(request.block_hashes))
+    assert len(set(hashes[:4])) == 4
+    assert hashes[4] == hashes[0]
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"scope": "stranger"},
+        {"items": [{"digest": sha256_digest(b"other"), "num_tokens": 16, "offset": 0}]},
+    ],
+    ids=["scope", "digest"],
+)
+def test_a_borrowed_composition_identity_finds_no_blocks(
+    claim: dict[str, Any], engine: Engine
+) -> None:
+    """A prefix that is whole in HBM is not checked again, so a false message must miss it."""
+    artifact = engine.put(num_tokens=BLOCK_SIZE, readers=["tenant-a"])
+    message = message_of([artifact], scope="tenant-a")
+    honest, forged = request_with(message), request_with({**message, **claim})
+    engine.side.on_new_request(honest)
+    engine.side.on_new_request(forged)
+    assert len(honest.block_hashes) == len(forged.block_hashes) == 1
+    assert honest.block_hashes != forged.block_hashes
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, "text"])
+def test_other_requests_are_left_alone(params: Any, engine: Engine) -> None:
+    """Without Cartridges nothing is changed, matched, planned or told."""
+    request = FakeRequest(params, cache_salt="mine", prompt_token_ids=[1] * 20)
+    before = (request.all_token_ids, list(request.block_hashes))
+    engine.side.on_new_request(request)
+    assert (request.all_token_ids, request.block_hashes) == before
+    assert request.cache_salt == "mine"
+    assert engine.side.num_matched_tokens(request, 0) == 0
+    engine.side.after_allocation(request, [1, 2], 0)
+    plan = engine.side.take_plan()
+    assert (plan.loads, plan.failures, plan.captures) == ([], [], [])
+    assert engine.side.finish(request) is None
+    assert engine.receipts == []
+
+
+# --- refused at once -----------------------------------------------------------------------------
+UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "pooling": ({"sampling_params": None}, {}, "pooling requests"),
+    "prompt_logprobs": ({"sampling_params": FakeSampling(0)}, {}, "prompt_logprobs"),
+    "skip_reading": ({"skip_reading_prefix_cache": True}, {}, "skip_reading_prefix_cache"),
+    "lora": ({"lora_request": object()}, {}, "LoRA adapters"),
+    "images": ({"mm_features": [object()]}, {}, "multimodal inputs"),
+    "embeddings": ({"prompt_embeds": object()}, {}, "prompt embeddings"),
+    "resumable": ({"resumable": True}, {}, "resumable"),
+    "no_prompt": ({"prompt_token_ids": None}, {}, "prompts without a token"),
+    "on_miss": ({}, {"on_miss": OnMiss.PREFILL}, "on_miss prefill"),
+    "hidden": ({}, {"visibility": [False]}, "hidden items"),
+}
+
+
+@pytest.mark.parametrize(("attributes", "claims", "text"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_what_is_not_exact_is_refused(
+    attributes: dict[str, Any], claims: dict[str, Any], text: str, engine: Engine
+) -> None:
+    """Each request that would read or skip virtual positions in another way fails, named."""
+    message = message_of([engine.put()], **claims)
+    receipt = engine.refused(request_with(message, **dict(attributes)))
+    assert receipt.reason is FailureReason.UNSUPPORTED
+    assert text in receipt.detail
+    assert receipt.request_id == "req-1"
+
+
+def test_a_refused_request_can_fail_in_vllm(engine: Engine) -> None:
+    """Inputs that vLLM would still process, and the flag that skips external tokens, are reset."""
+    request = request_with(
+        message_of([engine.put()]),
+        mm_features=[object()],
+        prompt_embeds=object(),
+        skip_reading_prefix_cache=True,
+    )
+    engine.refused(request)
+    assert (request.mm_features, request.prompt_embeds) == ([], None)
+    assert request.skip_reading_prefix_cache is False
+
+
+def test_every_reason_is_listed(engine: Engine) -> None:
+    """A request with two unsupported wishes hears of both."""
+    request = request_with(message_of([engine.put()]), resumable=True, lora_request=object())
+    detail = engine.refused(request).detail
+    assert "resumable" in detail
+    assert "LoRA" in detail
+
+
+def test_a_salt_that_is_not_the_composition_is_refused(engine: Engine) -> None:
+    """A missing, a foreign and a client's own salt never reach the cache."""
+    message = message_of([engine.put()])
+    for salt in (None, "mine", cache_salt(sha256_digest(b"other"))):
+        receipt = engine.refused(request_with(message, cache_salt=salt))
+        assert receipt.reason is FailureReason.INVALID_MESSAGE
+        assert "cache_salt" in receipt.detail
+
+
+@pytest.mark.parametrize("message", [None, [], "text", {}, {"v": 2}, {"request_id": "line\nbreak"}])
+def test_a_malformed_message_is_refused(message: Any, engine: Engine) -> None:
+    """Whatever stands where the message belongs: an invalid message of an unknown request."""
+    receipt = engine.refused(FakeRequest({FIELD_CARTRIDGES: message}))
+    assert (receipt.reason, receipt.request_id) == (FailureReason.INVALID_MESSAGE, "unknown")
+
+
+def test_a_malformed_message_keeps_its_request_id(engine: Engine) -> None:
+    """The receipt of a message that is wrong elsewhere still names the gateway's request."""
+    message = {**message_of([engine.put()]), "layout": "diagonal"}
+    receipt = engine.refused(request_with(message))
+    assert (receipt.reason, receipt.request_id) == (FailureReason.INVALID_MESSAGE, "req-1")
+    assert "layout" in receipt.detail
+
+
+def test_a_request_beyond_the_context_is_refused_with_the_numbers(engine: Engine) -> None:
+    """Virtual and live tokens must leave one position; one less live token fits."""
+    message = message_of([engine.put(num_tokens=90)])
+    receipt = engine.refused(request_with(message, prompt_token_ids=[1] * 10))
+    assert receipt.reason is FailureReason.CONTEXT_LENGTH
+    assert [int(word) for word in receipt.detail.split() if word.isdigit()] == [90, 10, 100]
+    fits = request_with(message, prompt_token_ids=[1] * 9)
+    engine.side.on_new_request(fits)
+    assert len(fits.all_token_ids) == 99
+
+
+def test_refused_requests_share_no_blocks(engine: Engine) -> None:
+    """Each refused request has a salt of its own, so that vLLM asks for its external token."""
+    requests = [FakeRequest({FIELD_CARTRIDGES: None}) for _ in range(2)]
+    for request in requests:
+        engine.refused(request)
+    assert requests[0].cache_salt != requests[1].cache_salt
+
+
+# --- refused after the load ----------------------------------------------------------------------
+def test_a_false_composition_is_refused(engine: Engine) -> None:
+    """The engine computes the identity itself from the verified manifest."""
+    false = sha256_digest(b"false")
+    message = {**message_of([engine.put()]), "composition": false}
+    receipt = engine.failed_to_load(request_with(message))
+    assert receipt.reason is FailureReason.INVALID_MESSAGE
+    assert false in receipt.detail
+
+
+def test_only_the_blocks_of_the_load_fail(engine: Engine) -> None:
+    """Blocks that vLLM had already are good, and other requests may share them."""
+    message = message_of([engine.put(num_tokens=20)], lengths=[21])
+    request = request_with(message, prompt_token_ids=[1] * 20)
+    engine.side.on_new_request(request)
+    blocks = engine.schedule(request, num_computed_tokens=16)
+    assert len(blocks) == 3
+    assert engine.side.take_plan().failures == [Failure(request.request_id, blocks[1:2])]
+
+
+def test_a_false_length_is_refused(engine: Engine) -> None:
+    """`num_tokens` of an item must be the manifest's, whatever the identity was made from."""
+    message = message_of([engine.put(num_tokens=5)], lengths=[6])
+    receipt = engine.failed_to_load(request_with(message))
+    assert receipt.reason is FailureReason.INVALID_MESSAGE
+    assert "items[0].num_tokens: 6; manifest has 5" in receipt.detail
+
+
+def test_a_foreign_scope_hears_what_an_unknown_artifact_gives(engine: Engine) -> None:
+    """An artifact that the scope may not read is refused in the words for one that is absent."""
+    digest, manifest = engine.put(readers=["tenant-a"])
+    foreign = request_with(message_of([(digest, manifest)], scope="other"))
+    receipt = engine.failed_to_load(foreign)
+    assert receipt.reason is FailureReason.UNKNOWN_ARTIFACT
+    absent = sha256_digest(b"absent")
+    unknown = engine.failed_to_load(request_with(message_of([(absent, manifest)])))
+    assert unknown.reason is receipt.reason
+    assert unknown.detail.replace(absent, digest) == receipt.detail
+    served = request_with(message_of([(digest, manifest)], scope="tenant-a"))
+    engine.run(served)
+    assert engine.end(served).status is ReceiptStatus.SERVED
+
+
+def test_keys_that_cannot_be_moved_are_refused(engine: Engine) -> None:
+    """A length-dependent rotary embedding is served in place and refused at an offset."""
+    manifest, blob = sample_artifact()
+    dynamic = msgspec.structs.replace(manifest.rope, type="dynamic", scaling={"factor": 2.0})
+    manifest = msgspec.structs.replace(manifest, rope=dynamic)
+    digest = put_artifact(engine.store, manifest, blob)
+    engine.pool._engine = msgspec.structs.replace(ENGINE, rope=dynamic)
+    artifact = (digest, manifest)
+    receipt = engine.failed_to_load(request_with(message_of([artifact, artifact])))
+    assert receipt.reason is FailureReason.UNSUPPORTED
+    assert "items[1].offset: rope type dynamic" in receipt.detail
+    in_place = message_of([artifact, artifact], layout=PositionLayout.SHARED_LOCAL)
+    request = request_with(in_place)
+    engine.run(request)
+    assert engine.end(request).status is ReceiptStatus.SERVED
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [(flip_bit, FailureReason.CORRUPT_ARTIFACT), (Path.unlink, FailureReason.UNKNOWN_ARTIFACT)],
+    ids=["flipped", "missing"],
+)
+def test_a_failed_load_fails_its_request(
+    damage: Callable[[Path], None], reason: FailureReason, engine: Engine
+) -> None:
+    """A flipped bit or a missing blob: no load is planned and the receipt says why."""
+    digest, manifest = engine.put()
+    damage(blob_path(engine.store, manifest))
+    receipt = engine.failed_to_load(request_with(message_of([(digest, manifest)])))
+    assert receipt.reason is reason
+    assert [item.tier for item in receipt.items] == [Tier.REMOTE]
+    assert (receipt.num_loads, receipt.loaded_bytes) == (0, 0)
+
+
+def test_a_load_past_its_deadline_fails_its_request(engine: Engine) -> None:
+    """A request whose bytes are still read when `deadline_ms` has passed is refused."""
+    engine.store.gate.clear()
+    request = request_with(message_of([engine.put()], deadline_ms=1))
+    engine.side.on_new_request(request)
+    blocks = engine.schedule(request)
+    assert engine.side.take_plan().failures == [Failure(request.request_id, blocks)]
+    request.finished_reason = "error"
+    receipt = engine.end(request)
+    assert receipt.reason is FailureReason.DEADLINE
+    assert "deadline_ms (1)" in receipt.detail
+
+
+# --- loading -------------------------------------------------------------------------------------
+def test_matching_waits_for_the_bytes_and_changes_nothing(engine: Engine) -> None:
+    """While the load runs the answer is "ask again"; asking often reads and plans nothing more."""
+    engine.store.gate.clear()
+    digest, manifest = engine.put(num_tokens=20)
+    request = request_with(message_of([(digest, manifest)]))
+    engine.side.on_new_request(request)
+    assert engine.store.reading.acquire(timeout=WAIT_S)
+    assert [engine.side.num_matched_tokens(request, 0) for _ in range(5)] == [None] * 5
+    engine.store.gate.set()
+    engine.pool.wait(digest, WAIT_S)
+    assert [engine.side.num_matched_tokens(request, 0) for _ in range(5)] == [20] * 5
+    assert [engine.side.num_matched_tokens(request, n) for n in (16, 20, 22)] == [4, 0, 0]
+    assert engine.store.reads.total() == 1
+    assert engine.side.take_plan().loads == []
+    assert [num_users for _, num_users in engine.pool.residents()] == [1]
+
+
+def test_a_load_names_the_rows_of_every_layer(engine: Engine) -> None:
+    """The plan points at each layer's bytes in sealed memory, in order, once per artifact."""
+    one, two = engine.put(num_tokens=20, seed=1), engine.put(num_tokens=5, seed=2)
+    request = request_with(message_of([one, two]))
+    engine.side.on_new_request(request)
+    blocks = engine.schedule(request, num_computed_tokens=16)
+    (load,) = engine.side.take_plan().loads
+    assert isinstance(load, Load)
+    assert (load.request_id, load.start, load.stop) == (request.request_id, 16, 25)
+    assert load.block_ids == blocks
+    assert [segment.num_tokens for segment in load.segments] == [20, 5]
+    for segment, (_, manifest) in zip(load.segments, (one, two), strict=True):
+        for part, references in (("k", segment.keys), ("v", segment.values)):
+            for layer, reference in enumerate(references):
+                tensor = manifest.tensors[f"layers.{layer}.{part}"]
+                assert (reference.begin, reference.end) == tensor.byte_range
+                assert (reference.dtype, list(reference.shape)) == (tensor.dtype, tensor.shape)
+        assert len({reference.memory for reference in segment.keys + segment.values}) == 1
+    assert load.segments[0].keys[0].memory != load.segments[1].keys[0].memory
+    assert engine.side.take_plan().loads == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "moves"),
+    [
+        (PositionLayout.SEQUENTIAL, [0, 20]),
+        (PositionLayout.SHARED_LOCAL, [0, 0]),
+        (PositionLayout.END_ALIGNED, [5, 20]),
+    ],
+)
+def test_keys_move_to_the_offsets_of_the_layout(
+    layout: PositionLayout, moves: list[int], engine: Engine
+) -> None:
+    """Each artifact's keys, stored from position 0, move by its offset."""
+    pair = [engine.put(num_tokens=20, seed=1), engine.put(num_tokens=5, seed=2)]
+    request = request_with(message_of(pair, layout=layout))
+    engine.side.on_new_request(request)
+    engine.schedule(request)
+    (load,) = engine.side.take_plan().loads
+    assert [segment.num_positions for segment in load.segments] == moves
+
+
+def test_a_preempted_request_is_loaded_again(engine: Engine) -> None:
+    """Blocks that were taken away are filled anew, and the receipt counts both loads."""
+    request = request_with(message_of([engine.put(num_tokens=20)]))
+    engine.run(request)
+    engine.side.after_allocation(request, [8, 9], engine.matched(request, 16))
+    (load,) = engine.side.take_plan().loads
+    assert (load.start, load.stop, load.block_ids) == (16, 20, (8, 9))
+    engine.side.take_report(LoadReport({request.request_id: LoadResult(500, 0.25, None)}))
+    receipt = engine.end(request)
+    assert (receipt.num_loads, receipt.loaded_bytes, receipt.num_reused_tokens) == (2, 1500, 0)
+    assert receipt.status is ReceiptStatus.SERVED
+
+
+# --- receipts ------------------------------------------------------------------------------------
+def test_a_receipt_tells_where_the_bytes_were(engine: Engine) -> None:
+    """First from the store, then from memory, then, once its blocks are shared, from HBM."""
+    artifact = engine.put(num_tokens=20)
+    found = []
+    for num_computed_tokens in (0, 0, 16):
+        request = request_with(message_of([artifact]))
+        engine.run(request, num_computed_tokens)
+        receipt = engine.end(request)
+        assert receipt.status is ReceiptStatus.SERVED
+        assert (receipt.reason, receipt.detail, receipt.request_id) == (None, "", "req-1")
+        assert (receipt.num_virtual_tokens, receipt.num_loads) == (20, 1)
+        assert receipt.loaded_bytes == 1000
+        assert receipt.load_s >= 0.5
+        assert [item.digest for item in receipt.items] == [artifact[0]]
+        found.append((receipt.items[0].tier, receipt.num_reused_tokens))
+    assert found == [(Tier.REMOTE, 0), (Tier.DRAM, 0), (Tier.HBM, 16)]
+
+
+def test_a_prefix_that_is_whole_in_hbm_is_not_loaded(engine: Engine) -> None:
+    """With every position computed nothing is planned, and the receipt says so."""
+    request = request_with(message_of([engine.put(num_tokens=32)]))
+    engine.run(request, num_computed_tokens=32)
+    receipt = engine.end(request)
+    assert (receipt.num_loads, receipt.loaded_bytes, receipt.load_s) == (0, 0, 0.0)
+    assert (receipt.num_reused_tokens, receipt.items[0].tier) == (32, Tier.HBM)
+
+
+def test_each_artifact_has_its_own_tier(engine: Engine) -> None:
+    """One of a pair in memory and one not: the receipt keeps them apart and in order."""
+    warm, cold = (engine.put(num_tokens=5, seed=seed) for seed in (1, 2))
+    engine.use(warm)
+    request = request_with(message_of([cold, warm]))
+    engine.run(request)
+    assert [item.tier for item in engine.end(request).items] == [Tier.REMOTE, Tier.DRAM]
+
+
+def test_a_write_that_failed_is_in_the_receipt(engine: Engine) -> None:
+    """The worker's error becomes the reason."""
+    request = request_with(message_of([engine.put()]))
+    engine.run(request)
+    broken = LoadResult(0, 0.1, "OSError: gone")
+    engine.side.take_report(LoadReport({request.request_id: broken}))
+    receipt = engine.end(request)
+    assert (receipt.status, receipt.reason) == (ReceiptStatus.FAILED, FailureReason.INTERNAL)
+    assert receipt.detail == "OSError: gone"
+
+
+def test_an_engine_error_is_in_the_receipt(engine: Engine) -> None:
+    """A request that vLLM failed for its own reasons was not served."""
+    request = request_with(message_of([engine.put()]), finished_reason="error")
+    engine.run(request)
+    receipt = engine.end(request)
+    assert (receipt.status, receipt.reason) == (ReceiptStatus.FAILED, FailureReason.INTERNAL)
+
+
+def test_a_request_given_up_while_it_waited_has_no_receipt(engine: Engine) -> None:
+    """A client that leaves before its request was scheduled frees the artifact silently."""
+    digest, manifest = engine.put()
+    request = request_with(message_of([(digest, manifest)]), finished_reason="abort")
+    engine.side.on_new_request(request)
+    engine.pool.wait(digest, WAIT_S)
+    assert engine.side.finish(request) is None
+    assert engine.receipts == []
+    assert [num_users for _, num_users in engine.pool.residents()] == [0]
+
+
+def test_a_use_ends_exactly_once(engine: Engine) -> None:
+    """An artifact that a composition names twice is one use, and a second finish ends no other."""
+    artifact = engine.put(num_tokens=5)
+    one, two = (request_with(message_of([artifact, artifact])) for _ in range(2))
+    engine.run(one)
+    engine.run(two)
+    assert [num_users for _, num_users in engine.pool.residents()] == [2]
+    engine.end(one)
+    assert engine.side.finish(one) is None
+    assert [num_users for _, num_users in engine.pool.residents()] == [1]
+    engine.end(two)
+    assert [num_users for _, num_users in engine.pool.residents()] == [0]
+    assert len(engine.receipts) == 2
+
+
+# --- the self-test's gate ------------------------------------------------------------------------
+def test_before_the_self_test_everybody_else_is_refused(engine: Engine) -> None:
+    """Only the token lets a virtual prefix in while the gate is closed."""
+    engine.gate.is_open = False
+    artifact = engine.put()
+    receipt = engine.refused(request_with(message_of([artifact])))
+    assert receipt.reason is FailureReason.NOT_READY
+    request = request_with(message_of([artifact]))
+    assert request.kv_transfer_params is not None
+    request.kv_transfer_params[FIELD_SELF_TEST] = {"token": TOKEN, "num_tokens": 0}
+    engine.run(request)
+    assert engine.end(request).status is ReceiptStatus.SERVED
+
+
+@pytest.mark.parametrize("token", ["guess", TOKEN[:-1], "", "é", "\ud800", 7, None])
+def test_a_forged_token_opens_nothing(token: Any, engine: Engine) -> None:
+    """Any other token, of any type and in any script, neither passes the gate nor reads KV back."""
+    engine.gate.is_open = False
+    request = request_with(message_of([engine.put()]))
+    assert request.kv_transfer_params is not None
+    request.kv_transfer_params[FIELD_SELF_TEST] = {"token": token, "num_tokens": 4}
+    receipt = engine.refused(request)
+    assert receipt.reason is FailureReason.NOT_READY
+    spy = FakeRequest({FIELD_SELF_TEST: {"token": token, "num_tokens": 2}})
+    engine.side.on_new_request(spy)
+    engine.side.after_allocation(spy, [1], 0)
+    assert engine.side.take_plan().captures == []
+
+
+def test_the_self_test_reads_positions_back_once(engine: Engine) -> None:
+    """A capture is planned with the first allocation only, and handed over when it arrives."""
+    request = FakeRequest({FIELD_SELF_TEST: {"token": TOKEN, "num_tokens": 2}})
+    engine.side.on_new_request(request)
+    assert request.all_token_ids == LIVE
+    assert engine.side.num_matched_tokens(request, 0) == 0
+    for _ in range(2):
+        engine.side.after_allocation(request, [4, 6], 0)
+    assert engine.side.take_plan().captures == [Capture(request.request_id, 2, (4, 6))]
+    engine.side.take_report(LoadReport(captured={request.request_id: []}))
+    assert engine.captured == [(request.request_id, [])]
+    assert engine.side.finish(request) is None

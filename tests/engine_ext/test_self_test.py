@@ -1,0 +1,227 @@
+"""The boot oracle: passes an engine that is right, and no engine that is wrong or cannot tell."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from cartridge_engine_ext.artifact_pool import Artifact, tensor_view
+from cartridge_engine_ext.errors import SelfTestFailed
+from cartridge_engine_ext.sealed_memory import map_memory
+from cartridge_engine_ext.self_test import (
+    NUM_LIVE_TOKENS,
+    NUM_NEW_TOKENS,
+    SELF_TEST_SCOPE,
+    TOLERANCES,
+    Answer,
+    Captured,
+    run_self_test,
+    self_test_prompt,
+)
+from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
+from cartridge_proto.composition import decode_message
+from cartridge_proto.digest import Digest
+from cartridge_proto.manifest import encode_manifest
+from tests.proto.sample_artifact import (
+    HEAD_DIM,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    engine_of,
+    sample_artifact,
+)
+
+ENGINE = engine_of(sample_artifact()[0])
+VOCAB_SIZE = 1000
+FREQUENCIES = default_inverse_frequencies(10_000.0, HEAD_DIM)
+
+Damage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def undamaged(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inject what was adopted."""
+    return key, value
+
+
+@dataclass
+class FakeEngine:
+    """A tiny causal attention model: answers depend on every key, value and position before them.
+
+    `damage` is done to what is injected. `is_deaf` ignores the prefix altogether.
+    """
+
+    dtype: torch.dtype = torch.float32
+    damage: Damage = undamaged
+    is_deaf: bool = False
+    adopted: dict[Digest, Artifact] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def rows(self, tokens: list[int], start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys (rotated) and values of tokens at positions from `start`, by layer."""
+        found = []
+        for layer in range(NUM_LAYERS):
+            keys, values = [], []
+            for place, token in enumerate(tokens):
+                generator = torch.Generator().manual_seed(token * NUM_LAYERS + layer)
+                raw, value = torch.randn(2, NUM_KV_HEADS, 1, HEAD_DIM, generator=generator)
+                keys.append(relocate_keys(raw, start + place, FREQUENCIES))
+                values.append(value)
+            found.append((torch.cat(keys, 1).to(self.dtype), torch.cat(values, 1).to(self.dtype)))
+        return found
+
+    def answer(self, prefix: Captured, live: list[int]) -> Answer:
+        """Greedy tokens after a prefix of keys and values and some live tokens."""
+        length = prefix[0][0].shape[1] if prefix else 0
+        tokens, chosen, logprobs = list(live), [], []
+        output = torch.randn(
+            NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM, 50, generator=torch.Generator().manual_seed(3)
+        )
+        for _ in range(NUM_NEW_TOKENS):
+            mixed = []
+            for layer, own in enumerate(self.rows(tokens, length)):
+                before = [] if self.is_deaf else prefix[layer : layer + 1]
+                key, value = (torch.cat(rows, 1) for rows in zip(*before, own, strict=True))
+                query = key[:, -1:].to(torch.float32)
+                weights = torch.softmax(query @ key.to(torch.float32).transpose(1, 2), -1)
+                mixed.append((weights @ value.to(torch.float32)).reshape(-1))
+            scores = torch.log_softmax(torch.cat(mixed) @ output, -1)
+            best = int(scores.argmax())
+            chosen.append(best)
+            logprobs.append(float(scores[best]))
+            tokens.append(best)
+        return Answer(tuple(chosen), tuple(logprobs))
+
+    def capture(self, prompt: list[int], num_tokens: int) -> tuple[Answer, Captured]:
+        """Answer an ordinary prompt and read its beginning back."""
+        prefix = self.rows(prompt[:num_tokens], 0)
+        return self.answer(prefix, prompt[num_tokens:]), prefix
+
+    def complete(self, prompt: list[int], message: dict[str, Any] | None) -> Answer:
+        """Answer a prompt after the injected artifact."""
+        assert message is not None
+        self.messages.append(message)
+        artifact = self.adopted[Digest(message["items"][0]["digest"])]
+        return self.answer([self.damage(*self.layer(artifact, i)) for i in range(2)], prompt)
+
+    def layer(self, artifact: Artifact, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value of a layer, from the artifact's sealed memory."""
+        tensors = [artifact.manifest.tensors[f"layers.{layer}.{part}"] for part in ("k", "v")]
+        buffer = memoryview(map_memory(artifact.memories[tensors[0].blob].reference))
+        key, value = (
+            tensor_view(buffer, tensor.dtype, tensor.shape, *tensor.byte_range)
+            for tensor in tensors
+        )
+        return key, value
+
+    def adopt(self, artifact: Artifact) -> None:
+        """Make an artifact usable."""
+        self.adopted[artifact.digest] = artifact
+
+    def discard(self, digest: Digest) -> None:
+        """Take it away."""
+        self.adopted.pop(digest).close()
+
+    def run(self) -> float:
+        """The self-test of this engine; nothing may stay adopted."""
+        try:
+            return run_self_test(
+                engine=ENGINE,
+                vocab_size=VOCAB_SIZE,
+                complete=self.complete,
+                capture=self.capture,
+                adopt=self.adopt,
+                discard=self.discard,
+            )
+        finally:
+            assert self.adopted == {}
+
+
+# --- verdicts ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_right_engine_passes(dtype: torch.dtype) -> None:
+    """An engine that injects what it read back answers alike, in every KV dtype."""
+    assert FakeEngine(dtype).run() == 0.0
+
+
+def shifted(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys one position too far."""
+    return relocate_keys(key, 1, FREQUENCIES), value
+
+
+def shortened(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without the last position."""
+    return key[:, :-1], value[:, :-1]
+
+
+def scaled(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values two percent too large."""
+    return key, value * 1.02
+
+
+def swapped(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values exchanged."""
+    return value, key
+
+
+@pytest.mark.parametrize("damage", [shifted, shortened, scaled, swapped])
+def test_a_wrong_engine_fails(damage: Damage) -> None:
+    """A wrong offset, a lost position, wrong values or exchanged tensors are each noticed."""
+    with pytest.raises(SelfTestFailed, match="injected prefix: logprobs differ"):
+        FakeEngine(damage=damage).run()
+
+
+def test_an_oracle_that_cannot_notice_damage_fails() -> None:
+    """An engine whose answers do not depend on the prefix proves nothing, and does not pass."""
+    with pytest.raises(SelfTestFailed, match="without its last position gave the same answer"):
+        FakeEngine(is_deaf=True).run()
+
+
+def test_an_unknown_cache_dtype_fails() -> None:
+    """KV that no Cartridge can hold is refused by name before anything is injected."""
+    with pytest.raises(SelfTestFailed, match=r"torch\.float64"):
+        FakeEngine(torch.float64).run()
+
+
+# --- what is sent --------------------------------------------------------------------------------
+def test_the_prompts_are_the_same_on_every_boot() -> None:
+    """A prefix of one block and a little more, and a live prompt, of ids within the vocabulary."""
+    prefix, live = self_test_prompt(VOCAB_SIZE, 16)
+    assert (prefix, live) == self_test_prompt(VOCAB_SIZE, 16)
+    assert (len(prefix), len(live)) == (21, NUM_LIVE_TOKENS)
+    assert all(0 <= token < VOCAB_SIZE for token in prefix + live)
+
+
+def test_its_messages_and_artifacts_are_valid() -> None:
+    """The self-test uses the contract that gateways use, in a scope of its own."""
+    engine = FakeEngine()
+    seen: list[Artifact] = []
+    adopt = engine.adopt
+
+    def remember(artifact: Artifact) -> None:
+        seen.append(artifact)
+        adopt(artifact)
+
+    run_self_test(
+        engine=ENGINE,
+        vocab_size=VOCAB_SIZE,
+        complete=engine.complete,
+        capture=engine.capture,
+        adopt=remember,
+        discard=engine.discard,
+    )
+    lengths = [decode_message(message).num_tokens for message in engine.messages]
+    assert lengths == [21, 20]
+    for artifact, message in zip(seen, engine.messages, strict=True):
+        assert encode_manifest(artifact.manifest)
+        assert artifact.manifest.is_readable_by(SELF_TEST_SCOPE)
+        assert not artifact.manifest.is_readable_by("public")
+        assert message["items"][0]["digest"] == artifact.digest
+        assert message["scope"] == SELF_TEST_SCOPE
+    assert msgspec.json.encode(engine.messages)
+
+
+def test_tolerances_are_below_what_damage_does() -> None:
+    """Float32 must be exact to three digits; half precision may round, within a tenth."""
+    assert 0 < TOLERANCES["F32"] < TOLERANCES["F16"] < TOLERANCES["BF16"] < 0.1

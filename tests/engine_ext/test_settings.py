@@ -1,0 +1,110 @@
+"""The extension's settings: defaults, and every problem in one message."""
+
+from pathlib import Path
+
+import pytest
+
+from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.settings import (
+    DEFAULT_DRAM_BYTES,
+    parse_settings,
+    residency_key_from_environment,
+)
+from cartridge_proto.names import ENV_RESIDENCY_KEY
+
+URL = "http://127.0.0.1:8001"
+
+
+def problems(config: dict[str, object]) -> str:
+    """The message about settings that must be refused."""
+    with pytest.raises(ConfigurationError) as caught:
+        parse_settings(config)
+    return str(caught.value)
+
+
+def test_store_and_address_are_enough(tmp_path: Path) -> None:
+    """Everything else has a default; the replica is called by its address."""
+    settings = parse_settings({"store": str(tmp_path), "self_url": URL})
+    assert settings.replica == "127.0.0.1:8001"
+    assert (settings.dram_bytes, settings.num_loaders) == (DEFAULT_DRAM_BYTES, 2)
+    assert (settings.lease_s, settings.with_weights_digest) == (6.0, True)
+    optional = (settings.redis_url, settings.control_address, settings.api_key, settings.model_dir)
+    assert optional == (None, None, None, None)
+
+
+def test_every_setting_can_be_set(tmp_path: Path) -> None:
+    """What an operator writes is what the extension gets."""
+    config: dict[str, object] = {
+        "store": str(tmp_path),
+        "self_url": "https://engine-0.engines:8001",
+        "replica_id": "engine-0",
+        "api_key": "key",
+        "redis_url": "redis://redis:6379",
+        "control_address": "0.0.0.0:9001",
+        "dram_bytes": 1,
+        "num_loaders": 1,
+        "lease_s": 1,
+        "with_weights_digest": False,
+        "model_dir": "/models/m",
+    }
+    settings = parse_settings(config)
+    assert {name: getattr(settings, name) for name in config} == config
+    assert settings.replica == "engine-0"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("store", "/does/not/exist", "store: /does/not/exist is not a folder"),
+        ("dram_bytes", 0, "dram_bytes: 0 must be above 0"),
+        ("num_loaders", -1, "num_loaders: -1 must be above 0"),
+        ("lease_s", 0.5, "lease_s: 0.5 must be from 1 to 3600"),
+        ("lease_s", float("nan"), "lease_s: nan"),
+        ("lease_s", float("inf"), "lease_s: inf"),
+        ("self_url", "127.0.0.1:8001", "self_url: '127.0.0.1:8001' is no http URL"),
+        ("self_url", "ftp://host", "self_url: 'ftp://host' is no http URL"),
+        ("replica_id", "a b", "replica_id: 'a b' has other signs"),
+        ("replica_id", "a\n", "replica_id: 'a\\n' has other signs"),
+        ("replica_id", "a" * 129, "replica_id: "),
+        ("num_loaders", "two", "num_loaders: Expected `int`, got `str`"),
+        ("with_weights_digest", 1, "with_weights_digest: Expected `bool`, got `int`"),
+        ("drambytes", 1, "drambytes: there is no such setting"),
+    ],
+)
+def test_a_bad_value_is_named(name: str, value: object, text: str, tmp_path: Path) -> None:
+    """The message starts with where it was set, and names the setting and its value."""
+    message = problems({"store": str(tmp_path), "self_url": URL, name: value})
+    assert message.startswith("kv_connector_extra_config: ")
+    assert text in message
+
+
+def test_a_missing_setting_is_named() -> None:
+    """Both settings without a default are asked for at once."""
+    message = problems({})
+    assert "store: must be set" in message
+    assert "self_url: must be set" in message
+
+
+def test_every_problem_is_in_one_message(tmp_path: Path) -> None:
+    """Wrong types, unknown names and bad values are reported together."""
+    message = problems(
+        {
+            "store": str(tmp_path / "absent"),
+            "self_url": 5,
+            "dram_bytes": "4 GiB",
+            "lease_s": 0,
+            "unknown": True,
+        }
+    )
+    for name in ("store", "self_url", "dram_bytes", "lease_s", "unknown"):
+        assert f"{name}: " in message
+
+
+def test_the_signing_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key never stands in the flags; an absent or empty one means unsigned records."""
+    monkeypatch.delenv(ENV_RESIDENCY_KEY, raising=False)
+    assert residency_key_from_environment() is None
+    monkeypatch.setenv(ENV_RESIDENCY_KEY, "")
+    assert residency_key_from_environment() is None
+    monkeypatch.setenv(ENV_RESIDENCY_KEY, "sécret")
+    assert residency_key_from_environment() == "sécret".encode()

@@ -1,0 +1,321 @@
+"""The worker half: right rows at right slots, moved keys, failures that stay with their request."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is imported
+
+# isort: split
+from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.load_plan import (
+    Capture,
+    Failure,
+    Load,
+    LoadPlan,
+    Segment,
+    TensorReference,
+)
+from cartridge_engine_ext.payload import pack_payload
+from cartridge_engine_ext.sealed_memory import SealedMemory
+from cartridge_engine_ext.virtual_prefix import num_blocks
+from cartridge_engine_ext.worker_side import WorkerSide
+from cartridge_kernels.rope import default_inverse_frequencies
+from tests.engine_ext.fake_layers import LAYOUTS, FakeLayer, Layout, Packed, fake_layer
+
+NUM_LAYERS, HEADS, DIM, BLOCK, CACHE_BLOCKS = 2, 2, 8, 4, 12
+FREQUENCIES = default_inverse_frequencies(100.0, DIM)
+BEFORE = 7.0
+"""What every slot of a cache holds before a load."""
+
+
+@dataclass
+class Source:
+    """One artifact: its tensors by layer, [heads, num_tokens, dim], and where they are sealed."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    memory: SealedMemory
+    segment: Segment
+
+
+def seal(num_tokens: int, *, seed: int = 0, num_positions: int = 0) -> Source:
+    """Random tensors in sealed memory, packed as the builder packs them."""
+    generator = torch.Generator().manual_seed(seed)
+    named = {
+        f"layers.{layer}.{part}": torch.randn(HEADS, num_tokens, DIM, generator=generator)
+        for layer in range(NUM_LAYERS)
+        for part in ("k", "v")
+    }
+    payload = pack_payload(named)
+
+    def fill(buffer: memoryview) -> None:
+        buffer[:] = payload.data
+
+    memory = SealedMemory(len(payload.data), fill)
+
+    def references(part: str) -> tuple[TensorReference, ...]:
+        tensors = [payload.tensors[f"layers.{layer}.{part}"] for layer in range(NUM_LAYERS)]
+        return tuple(
+            TensorReference(memory.reference, tensor.dtype, tuple(tensor.shape), *tensor.byte_range)
+            for tensor in tensors
+        )
+
+    return Source(
+        keys=[named[f"layers.{layer}.k"] for layer in range(NUM_LAYERS)],
+        values=[named[f"layers.{layer}.v"] for layer in range(NUM_LAYERS)],
+        memory=memory,
+        segment=Segment(num_tokens, num_positions, references("k"), references("v")),
+    )
+
+
+@contextmanager
+def sealed(*lengths: int, moves: Sequence[int] = ()) -> Iterator[list[Source]]:
+    """Artifacts of these lengths, moved by these numbers of positions; freed at the end."""
+    with ExitStack() as stack:
+        sources = []
+        for index, length in enumerate(lengths):
+            num_positions = moves[index] if moves else 0
+            source = seal(length, seed=index + 1, num_positions=num_positions)
+            stack.callback(source.memory.close)
+            sources.append(source)
+        yield sources
+
+
+def worker(
+    layout: Layout, dtype: torch.dtype = torch.float32
+) -> tuple[WorkerSide, list[FakeLayer]]:
+    """A worker half over fake layers, registered, and every slot of every cache set."""
+    layers = [
+        fake_layer(layout, num_blocks=CACHE_BLOCKS, heads=HEADS, block=BLOCK, dim=DIM, dtype=dtype)
+        for _ in range(NUM_LAYERS)
+    ]
+    named = {f"model.layers.{index}.self_attn.attn": layer for index, layer in enumerate(layers)}
+    side = WorkerSide(
+        attention_layers=dict(named),
+        inverse_frequencies=FREQUENCIES,
+        block_size=BLOCK,
+        num_cache_blocks=CACHE_BLOCKS,
+    )
+    side.register_kv_caches({name: layer.kv_cache for name, layer in named.items()})
+    for layer in layers:
+        layer.kv_cache.fill_(BEFORE)
+    return side, layers
+
+
+def load_of(
+    sources: Sequence[Source], start: int, block_ids: Sequence[int], request_id: str = "r"
+) -> Load:
+    """A load of everything from `start` on."""
+    segments = tuple(source.segment for source in sources)
+    stop = sum(segment.num_tokens for segment in segments)
+    return Load(request_id, segments, start, stop, tuple(block_ids))
+
+
+def moved(key: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """Keys [heads, dim] rotated once more, in float64, pair by pair."""
+    result = key.to(torch.float64).clone()
+    for pair, frequency in enumerate(FREQUENCIES.tolist()):
+        cosine, sine = math.cos(frequency * num_positions), math.sin(frequency * num_positions)
+        first, second = key[:, pair].double(), key[:, pair + DIM // 2].double()
+        result[:, pair] = first * cosine - second * sine
+        result[:, pair + DIM // 2] = first * sine + second * cosine
+    return result
+
+
+def expect_rows(layers: Sequence[FakeLayer], sources: Sequence[Source], load: Load) -> None:
+    """The slots of the load hold its rows, and every other slot what it held before."""
+    everything = [(source, row) for source in sources for row in range(source.segment.num_tokens)]
+    written = {
+        load.block_ids[position // BLOCK] * BLOCK + position % BLOCK: everything[position]
+        for position in range(load.start, load.stop)
+    }
+    for index, layer in enumerate(layers):
+        for slot in range(CACHE_BLOCKS * BLOCK):
+            key, value = layer.row(slot)
+            if slot not in written:
+                assert torch.equal(key, torch.full_like(key, BEFORE))
+                assert torch.equal(value, torch.full_like(value, BEFORE))
+                continue
+            source, row = written[slot]
+            assert torch.equal(value, source.values[index][:, row].to(value.dtype))
+            exact = moved(source.keys[index][:, row], source.segment.num_positions)
+            # Float32 rotation of values near 1, see tests/kernels; one more rounding to the cache.
+            torch.testing.assert_close(
+                key.double(), exact, atol=3e-6, rtol=torch.finfo(key.dtype).eps / 2
+            )
+
+
+# --- writing -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("start", [0, 3, 4, 6, 9], ids=lambda start: f"from {start}")
+def test_rows_stand_at_the_slots_of_their_positions(layout: Layout, start: int) -> None:
+    """Whole and partial ranges, from the middle of a block, across two segments, moved or not."""
+    side, layers = worker(layout)
+    with sealed(7, 3, moves=[0, 7]) as sources:
+        load = load_of(sources, start, [9, 2, 5])
+        side.start_load(LoadPlan(loads=[load]))
+        expect_rows(layers, sources, load)
+    assert side.take_failed_blocks() == set()
+
+
+@given(st.data())
+def test_any_composition_in_any_blocks_is_written(data: st.DataObject) -> None:
+    """Any segments, offsets, start and block order put every row exactly where it belongs."""
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    moves = data.draw(
+        st.lists(st.integers(0, 99), min_size=len(lengths), max_size=len(lengths)), label="moves"
+    )
+    start = data.draw(st.integers(0, sum(lengths) - 1), label="start")
+    order = data.draw(st.permutations(range(CACHE_BLOCKS)), label="blocks")
+    side, layers = worker(data.draw(st.sampled_from(list(LAYOUTS.values()))))
+    with sealed(*lengths, moves=moves) as sources:
+        load = load_of(sources, start, order[: num_blocks(sum(lengths), BLOCK)])
+        side.start_load(LoadPlan(loads=[load]))
+        expect_rows(layers, sources, load)
+
+
+def test_a_half_precision_cache_gets_rounded_rows() -> None:
+    """Float32 rows come to a bfloat16 cache with one rounding, keys after their rotation."""
+    side, layers = worker(Packed(), torch.bfloat16)
+    with sealed(5, moves=[11]) as sources:
+        load = load_of(sources, 0, [3, 4])
+        side.start_load(LoadPlan(loads=[load]))
+        expect_rows(layers, sources, load)
+
+
+def test_a_report_counts_bytes_and_seconds() -> None:
+    """The result of a load is what was written to all layers; a report is taken once."""
+    side, _ = worker(Packed())
+    assert side.take_report() is None
+    with sealed(7, 3) as sources:
+        side.start_load(LoadPlan(loads=[load_of(sources, 4, [1, 2, 3])]))
+    report = side.take_report()
+    assert report is not None
+    result = report.results["r"]
+    assert result.size_bytes == 6 * 2 * NUM_LAYERS * HEADS * DIM * 4
+    assert result.error is None
+    assert result.write_s > 0
+    assert report.captured == {}
+    assert side.take_report() is None
+
+
+# --- failures ------------------------------------------------------------------------------------
+def test_memory_that_is_gone_fails_its_request_only() -> None:
+    """Exactly the blocks of the failed range are reported; the other load of the step is whole."""
+    side, layers = worker(Packed())
+    with sealed(10, 7) as (lost, kept):
+        lost.memory.close()
+        failing = load_of([lost], 5, [9, 2, 5], "failing")
+        good = load_of([kept], 0, [0, 1], "good")
+        side.start_load(LoadPlan(loads=[failing, good]))
+        expect_rows(layers, [kept], good)
+    assert side.take_failed_blocks() == {2, 5}
+    assert side.take_failed_blocks() == set()
+    report = side.take_report()
+    assert report is not None
+    assert report.results["good"].error is None
+    assert report.results["failing"].size_bytes == 0
+    assert "Error" in (report.results["failing"].error or "")
+
+
+def test_other_memory_than_referenced_is_not_written() -> None:
+    """A descriptor that names something else by now fails the load instead of being read."""
+    side, layers = worker(Packed())
+    with sealed(4) as (source,):
+        segment = source.segment
+        wrong = tuple(
+            replace(reference, memory=replace(reference.memory, inode=1))
+            for reference in segment.keys
+        )
+        load = replace(load_of([source], 0, [3]), segments=(replace(segment, keys=wrong),))
+        side.start_load(LoadPlan(loads=[load]))
+    assert side.take_failed_blocks() == {3}
+    for layer in layers:
+        assert bool((layer.kv_cache == BEFORE).all())
+
+
+def test_a_range_beyond_its_blocks_is_not_written() -> None:
+    """A load with too few blocks fails and touches no slot of anybody."""
+    side, layers = worker(Packed())
+    with sealed(9) as sources:
+        side.start_load(LoadPlan(loads=[load_of(sources, 0, [3, 4])]))
+    assert side.take_failed_blocks() == {3, 4}
+    for layer in layers:
+        assert bool((layer.kv_cache == BEFORE).all())
+
+
+def test_failures_of_the_scheduler_half_are_passed_on() -> None:
+    """Blocks that the plan calls failed are reported with those that failed here."""
+    side, _ = worker(Packed())
+    with sealed(4) as (source,):
+        source.memory.close()
+        plan = LoadPlan(
+            loads=[load_of([source], 0, [3])], failures=[Failure("a", (7, 8)), Failure("b", (1,))]
+        )
+        side.start_load(plan)
+    assert side.take_failed_blocks() == {1, 3, 7, 8}
+
+
+# --- reading back --------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_capture_reads_what_was_written(layout: Layout) -> None:
+    """Every layer's first positions come back, after the step and not before."""
+    side, _ = worker(layout)
+    with sealed(10) as (source,):
+        plan = LoadPlan(
+            loads=[load_of([source], 0, [9, 2, 5])], captures=[Capture("r", 9, (9, 2, 5))]
+        )
+        side.start_load(plan)
+        side.finish_step(plan)
+        report = side.take_report()
+        assert report is not None
+        for index, (key, value) in enumerate(report.captured["r"]):
+            assert torch.equal(key, source.keys[index][:, :9])
+            assert torch.equal(value, source.values[index][:, :9])
+        assert len(report.captured["r"]) == NUM_LAYERS
+
+
+# --- layers --------------------------------------------------------------------------------------
+def test_layers_are_numbered_not_sorted_as_text() -> None:
+    """Layer 10 comes after layer 2, in whatever order the caches were registered."""
+    names = [f"model.layers.{index}.self_attn.attn" for index in (10, 2, *range(2), *range(3, 10))]
+    layers = {name: fake_layer(Packed(), num_blocks=CACHE_BLOCKS) for name in names}
+    side = WorkerSide(
+        attention_layers=dict(layers),
+        inverse_frequencies=FREQUENCIES,
+        block_size=BLOCK,
+        num_cache_blocks=CACHE_BLOCKS,
+    )
+    side.register_kv_caches({name: layer.kv_cache for name, layer in layers.items()})
+    expected = [layers[f"model.layers.{index}.self_attn.attn"] for index in range(11)]
+    assert [id(layer) for layer in side._layers] == [id(layer) for layer in expected]
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["model.embed_tokens"], "model.embed_tokens belongs to no numbered attention layer"),
+        (["model.layers.0.unknown"], "model.layers.0.unknown belongs to no"),
+        (["model.layers.0.attn", "model.layers.2.attn"], r"not 0\.\.n: \[0, 2\]"),
+        (["model.layers.1.attn"], r"not 0\.\.n: \[1\]"),
+    ],
+)
+def test_caches_without_their_layer_are_refused(names: list[str], text: str) -> None:
+    """A cache that is no numbered attention layer's, or a gap in the numbers, stops the engine."""
+    known = [name for name in names if not name.endswith("unknown")]
+    layers = {name: fake_layer(Packed(), num_blocks=CACHE_BLOCKS) for name in known}
+    side = WorkerSide(
+        attention_layers=dict(layers),
+        inverse_frequencies=FREQUENCIES,
+        block_size=BLOCK,
+        num_cache_blocks=CACHE_BLOCKS,
+    )
+    with pytest.raises(ConfigurationError, match=text):
+        side.register_kv_caches({name: torch.zeros(1) for name in names})

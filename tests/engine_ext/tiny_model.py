@@ -1,0 +1,53 @@
+"""A tiny random Llama with a tokenizer of single characters, as a Hugging Face folder.
+
+Owns what the builder's tests prefill with. Refuses weights that mean anything.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+BOS = "<s>"
+MAX_POSITIONS = 400
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']' + m.content + '[end]' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+FOLDING_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if loop.first and "
+    "messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+def save_tiny_model(target: Path, *, template: str = TEMPLATE) -> Path:
+    """Two layers, two KV heads of dimension 8, context `MAX_POSITIONS`; equal each time."""
+    signs = [BOS, *(chr(code) for code in (10, *range(32, 127)))]
+    vocabulary = {sign: index for index, sign in enumerate(signs)}
+    backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    backend.post_processor = TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(target)
+    config = LlamaConfig(
+        vocab_size=len(signs),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=MAX_POSITIONS,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        LlamaForCausalLM(config).save_pretrained(target)
+    return target

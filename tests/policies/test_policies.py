@@ -1,0 +1,175 @@
+"""What each policy is for: where it sends a request, and the word it gives as its reason."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from cartridge_policies.baselines import LeastLoaded, RoundRobin
+from cartridge_policies.cartridge_aware import CartridgeAware
+from cartridge_policies.cost import CostPriors, TierRate
+from cartridge_policies.types import (
+    ArtifactDemand,
+    ClusterView,
+    Decision,
+    Demand,
+    MapMode,
+    PlacementPolicy,
+    Refusal,
+    RefusalKind,
+    ReplicaView,
+)
+from cartridge_proto.residency import ReplicaId, Tier
+from tests.contracts.placement_policy import DIGESTS, demands, views
+
+ONE = Demand("m", (ArtifactDemand(DIGESTS[0], 100_000_000, 500),), 100)
+PLAIN = Demand("m", (), 100)
+PRIORS = CostPriors(
+    queue_s_per_request=1.0,
+    tiers={
+        Tier.HBM: TierRate(0.0, float("inf")),
+        Tier.DRAM: TierRate(0.1, 1e9),
+        Tier.NVME: TierRate(0.2, 1e9),
+        Tier.REMOTE: TierRate(2.0, 1e9),
+    },
+)
+"""A queue place costs one second; fetching the artifact of `ONE` costs 2.1, from memory 0.2."""
+
+
+def replica(
+    name: str,
+    num_in_flight: int = 0,
+    tier: Tier | None = None,
+    *,
+    limit: int | None = None,
+    refusal: str | None = None,
+) -> ReplicaView:
+    """A replica that may hold the artifact of `ONE`."""
+    return ReplicaView(
+        ReplicaId(name), num_in_flight, limit, {DIGESTS[0]: tier} if tier else {}, refusal
+    )
+
+
+def fleet(*members: ReplicaView, mode: MapMode = MapMode.EXACT, tick: int = 0) -> ClusterView:
+    """A view of these replicas."""
+    return ClusterView(members, mode, tick)
+
+
+def decide(policy: PlacementPolicy, demand: Demand, view: ClusterView) -> Decision:
+    """A decision that must not be a refusal."""
+    answer = policy.decide(demand, view)
+    assert isinstance(answer, Decision)
+    return answer
+
+
+def order(policy: PlacementPolicy, demand: Demand, view: ClusterView) -> list[str]:
+    """Names in the order of the ranking."""
+    return [candidate.replica for candidate in decide(policy, demand, view).ranking]
+
+
+# --- the default policy --------------------------------------------------------------------------
+AWARE = CartridgeAware(PRIORS)
+
+
+def test_a_request_goes_where_its_cartridge_is() -> None:
+    """Between idle replicas the faster tier wins, and the ranking is by tier."""
+    view = fleet(
+        replica("a"),
+        replica("b", 0, Tier.NVME),
+        replica("c", 0, Tier.HBM),
+        replica("d", 0, Tier.DRAM),
+    )
+    assert order(AWARE, ONE, view) == ["c", "d", "b", "a"]
+
+
+@pytest.mark.parametrize(("queue", "expected"), [(1, "holder"), (2, "idle")])
+def test_a_queue_is_worth_its_seconds(queue: int, expected: str) -> None:
+    """The holder is kept until its queue costs more than loading elsewhere."""
+    view = fleet(replica("holder", queue, Tier.DRAM), replica("idle"))
+    assert order(AWARE, ONE, view)[0] == expected
+
+
+@given(demand=demands(), view=views(min_size=1))
+def test_the_best_is_never_slower_than_another(demand: Demand, view: ClusterView) -> None:
+    """The first of the ranking has the lowest predicted time, and the rest is in order."""
+    answer = AWARE.decide(demand, view)
+    if isinstance(answer, Refusal):
+        return
+    totals = [candidate.total_s for candidate in answer.ranking]
+    # Replicas within 1e-9 of the best count as equal and take turns.
+    assert totals[0] <= min(totals) * (1 + 1e-9)
+    slower = [total for total in totals if total > min(totals) * (1 + 2e-9)]
+    assert slower == sorted(slower)
+
+
+@pytest.mark.parametrize(
+    ("demand", "tier", "mode", "reason"),
+    [
+        (ONE, Tier.HBM, MapMode.EXACT, "resident"),
+        (ONE, Tier.NVME, MapMode.DEGRADED, "resident"),
+        (ONE, None, MapMode.EXACT, "cold"),
+        (PLAIN, None, MapMode.EXACT, "load"),
+        (ONE, None, MapMode.FALLBACK, "fallback-load"),
+        (PLAIN, None, MapMode.FALLBACK, "fallback-load"),
+    ],
+)
+def test_a_decision_says_why(demand: Demand, tier: Tier | None, mode: MapMode, reason: str) -> None:
+    """One word tells a person whether residency or load decided."""
+    assert decide(AWARE, demand, fleet(replica("a", 0, tier), mode=mode)).reason == reason
+
+
+def test_one_missing_artifact_is_cold() -> None:
+    """A pair of which the chosen replica holds one is not called resident."""
+    pair = replace(ONE, artifacts=(*ONE.artifacts, ArtifactDemand(DIGESTS[1], 1, 1)))
+    decision = decide(AWARE, pair, fleet(replica("a", 0, Tier.HBM)))
+    assert (decision.reason, decision.best.tiers) == ("cold", (Tier.HBM, Tier.REMOTE))
+
+
+def test_without_a_map_the_queue_decides() -> None:
+    """In fallback mode, where nothing is known to be anywhere, the idle replica is taken."""
+    view = fleet(replica("a", 2), replica("b", 1), mode=MapMode.FALLBACK)
+    assert order(AWARE, ONE, view) == ["b", "a"]
+
+
+def test_turns_are_among_the_best_only() -> None:
+    """Ties rotate; a slower replica is never first, whatever the tick."""
+    members = (replica("a", 0, Tier.HBM), replica("b"), replica("c", 0, Tier.HBM))
+    chosen = Counter(order(AWARE, ONE, fleet(*members, tick=tick))[0] for tick in range(10))
+    assert chosen == {"a": 5, "c": 5}
+
+
+# --- baselines -----------------------------------------------------------------------------------
+def test_round_robin_takes_each_in_turn() -> None:
+    """Neither load nor residency matters: names in order, then from the start."""
+    members = (replica("c", 5), replica("a", 0, Tier.HBM), replica("b", 9))
+    policy = RoundRobin(PRIORS)
+    firsts = [order(policy, ONE, fleet(*members, tick=tick))[0] for tick in range(6)]
+    assert firsts == ["a", "b", "c", "a", "b", "c"]
+    assert decide(policy, ONE, fleet(*members)).reason == "round-robin"
+
+
+def test_least_loaded_looks_at_requests_in_flight_only() -> None:
+    """The shortest queue wins against residency; ties take turns."""
+    members = (replica("a", 1, Tier.HBM), replica("b"), replica("c"))
+    policy = LeastLoaded(PRIORS)
+    orders = [order(policy, ONE, fleet(*members, tick=tick)) for tick in range(3)]
+    assert orders == [["b", "c", "a"], ["c", "b", "a"], ["b", "c", "a"]]
+    assert decide(policy, ONE, fleet(*members)).reason == "least-loaded"
+
+
+# --- who may take a request at all ---------------------------------------------------------------
+@pytest.mark.parametrize("policy", [AWARE, RoundRobin(), LeastLoaded()])
+def test_unable_and_full_are_different_refusals(policy: PlacementPolicy) -> None:
+    """A fleet that cannot serve is not a fleet that is busy, and each replica has its reason."""
+    unable, full = replica("a", refusal="other model"), replica("b", 4, limit=4)
+    answer = policy.decide(ONE, fleet(unable))
+    assert answer == Refusal(RefusalKind.NO_ELIGIBLE, {ReplicaId("a"): "other model"})
+    reasons = {ReplicaId("a"): "other model", ReplicaId("b"): "4 requests in flight"}
+    assert policy.decide(ONE, fleet(unable, full)) == Refusal(RefusalKind.SATURATED, reasons)
+    assert policy.decide(ONE, fleet()) == Refusal(RefusalKind.NO_ELIGIBLE, {})
+
+
+def test_the_last_free_place_is_used() -> None:
+    """A limit is the number of requests in flight at which a replica is full, not one less."""
+    assert order(AWARE, ONE, fleet(replica("a", 3, limit=4), replica("b", 4, limit=4))) == ["a"]
