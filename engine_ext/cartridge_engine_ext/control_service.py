@@ -3,6 +3,7 @@
 Owns the translation between protobuf and the pool. Refuses to touch tensors or scheduling.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from cartridge_engine_ext.artifact_pool import Artifact, ArtifactPool
 from cartridge_engine_ext.errors import ConfigurationError, Refusal
 from cartridge_proto.compatibility import EngineIdentity
-from cartridge_proto.digest import parse_digest
+from cartridge_proto.digest import Digest, parse_digest
 from cartridge_proto.residency import Epoch, FailureReason, ReplicaId
 from cartridge_proto.v1 import control_pb2, control_pb2_grpc
 
 MAX_MESSAGE_BYTES = 1 << 20
 DEFAULT_DEADLINE_MS = 30_000
+MAX_DEADLINE_MS = 600_000
+NUM_THREADS = 16
+"""Each waiting Prefetch takes one; health and Describe need some left."""
+MAX_WAITING = 12
 
 _STATUS = {
     FailureReason.UNKNOWN_ARTIFACT: grpc.StatusCode.NOT_FOUND,
@@ -51,6 +56,7 @@ class ControlService(control_pb2_grpc.CartridgeControlServicer):
         self._replica = replica
         self._epoch = epoch
         self._not_ready_reason = not_ready_reason
+        self._waiting = threading.BoundedSemaphore(MAX_WAITING)
 
     def Describe(  # noqa: N802
         self,
@@ -81,15 +87,30 @@ class ControlService(control_pb2_grpc.CartridgeControlServicer):
             digest = parse_digest(request.digest)
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"digest: {error}")
-        timeout_s = (request.deadline_ms or DEFAULT_DEADLINE_MS) / 1000
-        self._pool.acquire(digest, time.monotonic() + timeout_s)
+        deadline_ms = request.deadline_ms or DEFAULT_DEADLINE_MS
+        if deadline_ms > MAX_DEADLINE_MS:
+            context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"deadline_ms: {deadline_ms}; the limit is {MAX_DEADLINE_MS}",
+            )
+        if not self._waiting.acquire(blocking=False):
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WAITING} prefetches are waiting already"
+            )
         try:
-            artifact, load_s = self._pool.wait(digest, timeout_s)
+            artifact, load_s = self._wait(digest, deadline_ms / 1000)
         except Refusal as refusal:
             context.abort(_STATUS.get(refusal.reason, grpc.StatusCode.INTERNAL), refusal.detail)
         finally:
-            self._pool.release(digest)
+            self._waiting.release()
         return control_pb2.PrefetchResponse(resident=_resident(artifact, 0), load_s=load_s)
+
+    def _wait(self, digest: Digest, timeout_s: float) -> tuple[Artifact, float]:
+        self._pool.acquire(digest, time.monotonic() + timeout_s)
+        try:
+            return self._pool.wait(digest, timeout_s)
+        finally:
+            self._pool.release(digest)
 
     def Evict(  # noqa: N802
         self,
@@ -110,7 +131,7 @@ class ControlServer:
 
     def __init__(self, service: ControlService, address: str) -> None:
         self._server = grpc.server(
-            ThreadPoolExecutor(4, thread_name_prefix="control"),
+            ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="control"),
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),

@@ -8,6 +8,8 @@ import logging
 import queue
 import secrets
 import threading
+from collections import defaultdict, deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +25,10 @@ from cartridge_engine_ext.engine_client import EngineClient
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
 from cartridge_engine_ext.scheduler_side import SchedulerSide, SelfTestGate
-from cartridge_engine_ext.self_test import Answer, Captured, run_self_test
+from cartridge_engine_ext.self_test import Answer, Captured, Verdict, run_self_test
 from cartridge_engine_ext.settings import parse_settings, residency_key_from_environment
 from cartridge_engine_ext.worker_side import WorkerSide
-from cartridge_kernels.rope import default_inverse_frequencies
+from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
 from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES, EngineIdentity
 from cartridge_proto.composition import cache_salt
 from cartridge_proto.digest import Digest
@@ -146,10 +148,12 @@ class SchedulerRuntime:
         check_engine_flags(config)
         settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
         self._engine = engine_identity(config)
+        self._inverse_frequencies = inverse_frequencies(config)
         self._vocab_size = config.model_config.get_vocab_size()
         epoch = new_epoch()
         self._gate = SelfTestGate()
         self._not_ready: str | None = "the boot self-test has not run yet"
+        self._published: defaultdict[Digest, deque[int]] = defaultdict(deque)
         self._captured: queue.Queue[Captured] = queue.Queue()
         self._is_stopping = threading.Event()
         self._client = EngineClient(settings.self_url, settings.api_key)
@@ -216,12 +220,15 @@ class SchedulerRuntime:
         if not self._client.wait_until_healthy(self._is_stopping.is_set):
             return
         try:
-            difference = self._self_test()
+            verdict = self._self_test()
         except Exception as error:
             logger.exception("boot self-test failed: this engine does not join the fleet")
             self._not_ready = f"boot self-test: {error}"
             return
-        logger.info("boot self-test passed: logprobs differ by at most %.1e", difference)
+        logger.info("boot self-test passed: logprobs differ by at most %.1e", verdict.difference)
+        if verdict.immovable is not None:
+            logger.warning("Cartridges at an offset are refused: %s", verdict.immovable)
+        self._gate.immovable = verdict.immovable
         self._gate.is_open = True
         self._not_ready = None
         if self._control is not None:
@@ -229,7 +236,7 @@ class SchedulerRuntime:
         if self._publisher is not None:
             self._publisher.start()
 
-    def _self_test(self) -> float:
+    def _self_test(self) -> Verdict:
         model = self._client.served_model()
 
         def proof(num_tokens: int) -> dict[str, Any]:
@@ -252,16 +259,19 @@ class SchedulerRuntime:
             capture=capture,
             adopt=self._pool.adopt,
             discard=self._pool.evict,
+            relocate=partial(relocate_keys, inverse_frequencies=self._inverse_frequencies),
         )
 
     # --- what the fleet is told ------------------------------------------------------------------
     def _publish_ready(self, digest: Digest, size_bytes: int) -> None:
         if self._publisher is not None:
-            self._publisher.put(digest, Tier.DRAM, size_bytes)
+            seq = self._publisher.put(digest, Tier.DRAM, size_bytes)
+            self._published[digest].append(seq)
 
     def _withdraw(self, digest: Digest) -> None:
-        if self._publisher is not None:
-            self._publisher.withdraw(digest)
+        """Withdraw the oldest record: an artifact can be loaded again while it is evicted."""
+        if self._publisher is not None and self._published[digest]:
+            self._publisher.withdraw(digest, self._published[digest].popleft())
             self._publisher.flush(EVICTION_FLUSH_S)
 
     def _publish_receipt(self, receipt: Receipt) -> None:

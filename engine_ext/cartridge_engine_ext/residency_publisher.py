@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import redis
 
@@ -103,8 +103,12 @@ class ResidencyPublisher:
         *,
         state: ResidencyState = ResidencyState.READY,
         is_pinned: bool = False,
-    ) -> None:
-        """Note that an artifact is at a tier; call it when the bytes are usable there."""
+    ) -> int:
+        """Note that an artifact is at a tier; call it when the bytes are usable there.
+
+        Returns:
+            The sequence number of the record, for `withdraw`.
+        """
         with self._condition:
             self._seq += 1
             record = ResidencyRecord(
@@ -119,13 +123,21 @@ class ResidencyPublisher:
             )
             self._records[digest] = record
             self._note_change(digest, record)
+            return self._seq
 
-    def withdraw(self, digest: Digest) -> None:
-        """Note that an artifact is gone; `flush` before its bytes are overwritten."""
+    def withdraw(self, digest: Digest, seq: int | None = None) -> None:
+        """Note that an artifact is gone; `flush` before its bytes are overwritten.
+
+        With the `seq` of a record, a newer record of the same artifact stays: it was loaded again
+        while the old bytes were on their way out.
+        """
         with self._condition:
-            if self._records.pop(digest, None) is not None:
-                self._seq += 1
-                self._note_change(digest, None)
+            record = self._records.get(digest)
+            if record is None or seq not in (None, record.seq):
+                return
+            del self._records[digest]
+            self._seq += 1
+            self._note_change(digest, None)
 
     def publish_receipt(self, receipt: Receipt) -> None:
         """Send a receipt; the oldest are dropped while Redis is away."""
@@ -178,8 +190,9 @@ class ResidencyPublisher:
                 if time.monotonic() >= next_heartbeat_s:
                     self._heartbeat()
                     next_heartbeat_s = time.monotonic() + self._lease_s / 3
-            except redis.RedisError as error:
-                logger.warning("residency not published, Redis says: %s", error)
+            except Exception as error:
+                # Whatever it is, the next round starts from the records, and serving goes on.
+                logger.warning("residency not published: %r", error)
                 self._must_publish_all = True
                 next_heartbeat_s = time.monotonic() + min(REDIS_TIMEOUT_S, self._lease_s / 3)
                 with self._condition:
@@ -253,6 +266,8 @@ class ResidencyPublisher:
 
     def _leave(self) -> None:
         try:
+            if not self._holds_lease():
+                return
             with self._condition:
                 has_receipts = bool(self._receipts)
             if has_receipts:
@@ -263,6 +278,11 @@ class ResidencyPublisher:
             logger.warning("lease not given up, it will expire; Redis says: %s", error)
         finally:
             self._client.close()
+
+    def _holds_lease(self) -> bool:
+        """Whether the replica's lease is of this boot; a newer one must keep its rows."""
+        data: Any = self._client.get(lease_key(self.replica))
+        return data is not None and self.epoch.encode() in data
 
 
 def _drop_written(pending: deque[T], written: list[T]) -> None:

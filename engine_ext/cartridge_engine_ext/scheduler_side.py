@@ -111,6 +111,8 @@ class SelfTestGate:
 
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     is_open: bool = False
+    immovable: str | None = "the boot self-test has not moved keys yet"
+    """Why keys cannot be moved along the sequence on this engine; `None` when they can."""
 
 
 class SchedulerSide:
@@ -264,6 +266,9 @@ class SchedulerSide:
                 FailureReason.INVALID_MESSAGE, "cache_salt is not the composition identity"
             )
         _refuse_unsupported(request, message)
+        is_moved = any(item.offset for item in message.items)
+        if is_moved and self._gate.immovable is not None:
+            raise Refusal(FailureReason.UNSUPPORTED, f"items at an offset: {self._gate.immovable}")
         num_live = request.num_prompt_tokens
         overrun = context_overrun(message.num_tokens, num_live, self._engine.max_model_len)
         if overrun is not None:

@@ -59,6 +59,26 @@ precision the live tokens' rounding can differ with the batch shape: a few units
 Captured = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
+RELATIVE_KEY_TOLERANCES = {"F32": 1e-4, "BF16": 2**-7, "F16": 2**-10}
+"""Largest allowed difference of a moved key, as a part of the largest key, by KV dtype.
+
+Half precision: the moved key and the engine's own are each rounded once, half a unit in the last
+place each.
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the self-test found.
+
+    `difference` is the largest difference of a logprob. `immovable` says why keys cannot be moved
+    along the sequence on this engine; `None` when they can.
+    """
+
+    difference: float
+    immovable: str | None
+
+
 @dataclass(frozen=True)
 class Answer:
     """Greedy tokens and their natural-log probabilities."""
@@ -85,8 +105,9 @@ def run_self_test(
     capture: Callable[[list[int], int], tuple[Answer, Captured]],
     adopt: Callable[[Artifact], None],
     discard: Callable[[Digest], object],
-) -> float:
-    """Prefill, read back, inject, compare.
+    relocate: Callable[[torch.Tensor, int], torch.Tensor],
+) -> Verdict:
+    """Prefill, read back, inject, compare; then move keys and compare.
 
     Args:
         engine: what is tested.
@@ -95,9 +116,7 @@ def run_self_test(
         capture: answers a prompt and reads its first positions back from the KV cache.
         adopt: makes an artifact usable on this engine.
         discard: takes it away again.
-
-    Returns:
-        The largest difference of a logprob.
+        relocate: moves keys [num_kv_heads, num_tokens, head_dim] by a number of positions.
 
     Raises:
         SelfTestFailed: the answers differ, or a damaged prefix was not noticed.
@@ -127,7 +146,29 @@ def run_self_test(
     damaged = answer_with([(key[:, :-1], value[:, :-1]) for key, value in captured])
     if _difference(ordinary, damaged) <= tolerance:
         raise SelfTestFailed("a prefix without its last position gave the same answer")
-    return difference
+    num_positions = engine.block_size // 2 + 3
+    shifted = prefix[:num_positions] + prefix
+    _, moved = capture(shifted + live, len(shifted))
+    immovable = _compare_moved(
+        relocate(captured[0][0], num_positions),
+        moved[0][0][:, num_positions:],
+        RELATIVE_KEY_TOLERANCES[dtype],
+    )
+    return Verdict(difference, immovable)
+
+
+def _compare_moved(ours: torch.Tensor, engines: torch.Tensor, tolerance: float) -> str | None:
+    """Why moved keys are not the engine's own at the new positions; `None` when they are.
+
+    Keys of the first layer depend on their token and position only, so the same tokens further
+    along must have the moved keys, whatever stands before them. This proves the frequencies, their
+    scaling, and which channels are paired.
+    """
+    largest = float(engines.abs().max())
+    difference = float((ours.to(torch.float32) - engines.to(torch.float32)).abs().max())
+    if difference <= tolerance * largest:
+        return None
+    return f"moved keys differ by {difference:.2e} from the engine's own (largest {largest:.2e})"
 
 
 def _difference(one: Answer, other: Answer) -> float:

@@ -10,7 +10,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cartridge_engine_ext.artifact_pool import ArtifactPool
-from cartridge_engine_ext.control_service import ControlServer, ControlService
+from cartridge_engine_ext.control_service import (
+    MAX_DEADLINE_MS,
+    MAX_WAITING,
+    ControlServer,
+    ControlService,
+)
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.digest import Digest, sha256_digest
@@ -18,6 +23,7 @@ from cartridge_proto.manifest import Manifest, ValueScale
 from cartridge_proto.residency import Epoch, ReplicaId
 from cartridge_proto.v1 import control_pb2, control_pb2_grpc
 from tests.engine_ext.stored_artifacts import WAIT_S, ObservedStore, blob_path, flip_bit, put_sample
+from tests.engine_ext.waiting import until
 from tests.proto.sample_artifact import engine_of, sample_artifact
 
 MANIFEST, BLOB = sample_artifact()
@@ -228,6 +234,33 @@ def test_a_slow_load_exceeds_its_deadline(control: Control) -> None:
     control.store.gate.set()
     control.prefetch(digest)
     assert control.store.reads.total() == 1
+
+
+def test_a_deadline_has_a_limit(control: Control) -> None:
+    """INVALID_ARGUMENT naming the field and the limit."""
+    code, details = control.refusal(sha256_digest(b"any"), deadline_ms=MAX_DEADLINE_MS + 1)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"deadline_ms: {MAX_DEADLINE_MS + 1}; the limit is {MAX_DEADLINE_MS}" in details
+
+
+def test_waiting_prefetches_leave_room_for_health(control: Control) -> None:
+    """So many may wait; one more is RESOURCE_EXHAUSTED, and health and Describe still answer."""
+    digest, _ = control.put()
+    control.store.gate.clear()
+    request = control_pb2.PrefetchRequest(digest=digest, deadline_ms=DEADLINE_MS)
+    waiting = [control.stub.Prefetch.future(request) for _ in range(MAX_WAITING)]
+
+    def is_full() -> bool:
+        return control.refusal(digest, deadline_ms=1)[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    until(is_full)
+    code, details = control.refusal(digest, deadline_ms=1)
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert str(MAX_WAITING) in details
+    assert control.describe().replica == "replica-0"
+    assert control.health_status() == health_pb2.HealthCheckResponse.NOT_SERVING
+    control.store.gate.set()
+    assert {call.result(WAIT_S).resident.digest for call in waiting} == {digest}
 
 
 def test_an_unforeseen_error_is_internal(control: Control) -> None:

@@ -271,6 +271,35 @@ def test_stopping_removes_everything(redis_url: str, reader: Reader) -> None:
         publisher.stop()
 
 
+def test_an_old_boot_leaves_the_newer_one_alone(redis_url: str, reader: Reader) -> None:
+    """A boot that ends after its successor registered takes neither its lease nor its rows."""
+    with publishing(redis_url) as old:
+        old.put(ONE, Tier.DRAM, 100)
+        assert old.flush(WAIT_S)
+        with publishing(redis_url) as new:
+            new.put(TWO, Tier.DRAM, 200)
+            assert new.flush(WAIT_S)
+            old.publish_receipt(receipt(1, old.epoch))
+            old.stop()
+            lease = reader.lease()
+            assert lease is not None
+            assert lease.epoch == new.epoch
+            assert set(reader.rows()) == {TWO}
+
+
+def test_a_late_withdrawal_leaves_a_newer_record(redis_url: str, reader: Reader) -> None:
+    """Withdrawing one load of an artifact does not withdraw the next one."""
+    with publishing(redis_url) as publisher:
+        first = publisher.put(ONE, Tier.DRAM, 100)
+        publisher.put(ONE, Tier.DRAM, 100)
+        publisher.withdraw(ONE, first)
+        assert publisher.flush(WAIT_S)
+        assert set(reader.rows()) == {ONE}
+        publisher.withdraw(ONE)
+        assert publisher.flush(WAIT_S)
+        assert reader.rows() == {}
+
+
 def test_a_publisher_that_never_started_can_stop(redis_url: str) -> None:
     """An engine that failed its self-test never published, and ends like the others."""
     publisher = ResidencyPublisher(

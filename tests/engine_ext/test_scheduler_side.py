@@ -144,7 +144,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     """An engine whose self-test has passed."""
     store = ObservedStore(tmp_path)
     pool = ArtifactPool(store=store, engine=ENGINE, capacity_bytes=1 << 20, num_loaders=2)
-    gate = SelfTestGate(token=TOKEN, is_open=True)
+    gate = SelfTestGate(token=TOKEN, is_open=True, immovable=None)
     receipts: list[Receipt] = []
     captured: list[tuple[str, Any]] = []
     side = SchedulerSide(
@@ -368,6 +368,18 @@ def test_a_foreign_scope_hears_what_an_unknown_artifact_gives(engine: Engine) ->
     served = request_with(message_of([(digest, manifest)], scope="tenant-a"))
     engine.run(served)
     assert engine.end(served).status is ReceiptStatus.SERVED
+
+
+def test_an_engine_that_cannot_move_keys_serves_in_place_only(engine: Engine) -> None:
+    """When the self-test's moved keys were wrong, an offset is refused with that reason."""
+    one, two = (engine.put(num_tokens=8, seed=seed) for seed in (1, 2))
+    engine.gate.immovable = "moved keys differ"
+    receipt = engine.refused(request_with(message_of([one, two])))
+    assert receipt.reason is FailureReason.UNSUPPORTED
+    assert "moved keys differ" in receipt.detail
+    in_place = request_with(message_of([one, two], layout=PositionLayout.SHARED_LOCAL))
+    engine.run(in_place)
+    assert engine.end(in_place).status is ReceiptStatus.SERVED
 
 
 def test_keys_that_cannot_be_moved_are_refused(engine: Engine) -> None:

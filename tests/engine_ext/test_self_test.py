@@ -18,6 +18,7 @@ from cartridge_engine_ext.self_test import (
     TOLERANCES,
     Answer,
     Captured,
+    Verdict,
     run_self_test,
     self_test_prompt,
 )
@@ -40,6 +41,11 @@ FREQUENCIES = default_inverse_frequencies(10_000.0, HEAD_DIM)
 Damage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
+def moved(keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """The engine's own rotation."""
+    return relocate_keys(keys, num_positions, FREQUENCIES)
+
+
 def undamaged(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Inject what was adopted."""
     return key, value
@@ -49,12 +55,14 @@ def undamaged(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, tor
 class FakeEngine:
     """A tiny causal attention model: answers depend on every key, value and position before them.
 
-    `damage` is done to what is injected. `is_deaf` ignores the prefix altogether.
+    `damage` is done to what is injected. `is_deaf` ignores the prefix altogether. `relocate` is how
+    the extension moves keys.
     """
 
     dtype: torch.dtype = torch.float32
     damage: Damage = undamaged
     is_deaf: bool = False
+    relocate: Callable[[torch.Tensor, int], torch.Tensor] = moved
     adopted: dict[Digest, Artifact] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -123,7 +131,7 @@ class FakeEngine:
         """Take it away."""
         self.adopted.pop(digest).close()
 
-    def run(self) -> float:
+    def run(self) -> Verdict:
         """The self-test of this engine; nothing may stay adopted."""
         try:
             return run_self_test(
@@ -133,6 +141,7 @@ class FakeEngine:
                 capture=self.capture,
                 adopt=self.adopt,
                 discard=self.discard,
+                relocate=self.relocate,
             )
         finally:
             assert self.adopted == {}
@@ -142,7 +151,7 @@ class FakeEngine:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_right_engine_passes(dtype: torch.dtype) -> None:
     """An engine that injects what it read back answers alike, in every KV dtype."""
-    assert FakeEngine(dtype).run() == 0.0
+    assert FakeEngine(dtype).run() == Verdict(0.0, None)
 
 
 def shifted(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,6 +187,40 @@ def test_an_oracle_that_cannot_notice_damage_fails() -> None:
         FakeEngine(is_deaf=True).run()
 
 
+def unmoved(keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """No rotation at all."""
+    return keys
+
+
+def wrong_theta(keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """The rotation of another base."""
+    return relocate_keys(keys, num_positions, default_inverse_frequencies(20_000.0, HEAD_DIM))
+
+
+def wrong_pairs(keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """Neighbouring channels paired, as some models do, where this one pairs the halves."""
+    order = [*range(0, HEAD_DIM, 2), *range(1, HEAD_DIM, 2)]
+    moved = relocate_keys(keys[..., order], num_positions, FREQUENCIES)
+    return moved[..., torch.tensor(order).argsort()]
+
+
+def one_too_far(keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """The right rotation, by one position too many."""
+    return relocate_keys(keys, num_positions + 1, FREQUENCIES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("relocate", [unmoved, wrong_theta, wrong_pairs, one_too_far])
+def test_keys_that_are_moved_wrongly_are_noticed(
+    relocate: Callable[[torch.Tensor, int], torch.Tensor], dtype: torch.dtype
+) -> None:
+    """An engine whose rotary embedding is another one passes, but serves no offsets."""
+    verdict = FakeEngine(dtype, relocate=relocate).run()
+    assert verdict.difference == 0.0
+    assert verdict.immovable is not None
+    assert "moved keys differ" in verdict.immovable
+
+
 def test_an_unknown_cache_dtype_fails() -> None:
     """KV that no Cartridge can hold is refused by name before anything is injected."""
     with pytest.raises(SelfTestFailed, match=r"torch\.float64"):
@@ -210,6 +253,7 @@ def test_its_messages_and_artifacts_are_valid() -> None:
         capture=engine.capture,
         adopt=remember,
         discard=engine.discard,
+        relocate=moved,
     )
     lengths = [decode_message(message).num_tokens for message in engine.messages]
     assert lengths == [21, 20]

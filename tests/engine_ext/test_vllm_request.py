@@ -48,7 +48,7 @@ def side(tmp_path: Path) -> Iterator[SchedulerSide]:
         replica=ReplicaId("replica-0"),
         epoch=Epoch("0" * 32),
         placeholder_token_id=PLACEHOLDER,
-        gate=SelfTestGate(is_open=True),
+        gate=SelfTestGate(is_open=True, immovable=None),
         publish_receipt=lambda receipt: None,
         on_captured=lambda request_id, tensors: None,
     )
