@@ -17,7 +17,14 @@ from opentelemetry.trace import SpanKind
 from cartridge_policies.types import Candidate
 from cartridge_proto import names
 from cartridge_router.catalog import Catalog
-from cartridge_router.errors import InvalidRequest, RequestTooLarge, RouterError, UnknownReceipt
+from cartridge_router.errors import (
+    InvalidRequest,
+    MethodNotAllowed,
+    RequestTooLarge,
+    RouterError,
+    UnknownPath,
+    UnknownReceipt,
+)
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Exchange, Forwarder, Outgoing
 from cartridge_router.placement import Placement, Placer
@@ -88,6 +95,7 @@ class Api:
                 selection = self._services.selector.select(parsed, tenant)
                 placement = self._services.placer.place(parsed, selection)
                 span.set_attribute(names.ATTR_MODEL, parsed.model)
+                span.set_attribute(names.ATTR_DIGESTS, [c.digest for c in selection.cartridges])
                 span.set_attribute(names.ATTR_REPLICA, placement.replica)
                 span.set_attribute(names.ATTR_DECISION, placement.reason)
                 outgoing = self._outgoing(request, parsed, selection, placement, request_id, tenant)
@@ -299,6 +307,22 @@ def _shown(candidate: Candidate) -> dict[str, Any]:
         "terms": {term.name: term.seconds for term in candidate.terms},
         "tiers": [tier.value for tier in candidate.tiers],
     }
+
+
+@web.middleware
+async def openai_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer for an address that nothing serves, in the shape that clients read."""
+    try:
+        return await handler(request)
+    except web.HTTPNotFound:
+        return error_response(UnknownPath(f"nothing is served at {request.path}"), {})
+    except web.HTTPMethodNotAllowed as error:
+        allowed = error.headers["Allow"]
+        return error_response(
+            MethodNotAllowed(f"{request.path} takes {allowed}"), {"Allow": allowed}
+        )
 
 
 def json_response(value: object, *, status: int = 200) -> web.Response:

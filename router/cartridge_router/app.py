@@ -15,7 +15,7 @@ from cartridge_policies import POLICIES
 from cartridge_policies.cost import CostPriors
 from cartridge_policies.types import MapMode
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReplicaId
-from cartridge_router.api import Api, Services
+from cartridge_router.api import Api, Services, openai_errors
 from cartridge_router.catalog import Catalog
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder
@@ -124,7 +124,9 @@ def _construct(
 
 def make_app(services: Services) -> web.Application:
     """The HTTP application over running services."""
-    app = web.Application(client_max_size=services.settings.max_body_bytes)
+    app = web.Application(
+        client_max_size=services.settings.max_body_bytes, middlewares=[openai_errors]
+    )
     app.add_routes(Api(services).routes())
     return app
 

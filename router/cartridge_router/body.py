@@ -75,7 +75,6 @@ class JsonBody:
             position = delimiter
             if data[position : position + 1] == b",":
                 position = self._skip(position + 1)
-        self._end = position
 
     def _skip(self, position: int) -> int:
         match = _SPACE.match(self.data, position)
@@ -96,23 +95,17 @@ class JsonBody:
         gone = {*remove, *added} & set(self.members)
         if not gone and not added:
             return self.data
-        kept = [member for name, member in self.members.items() if name not in gone]
-        head = self.data[: self.data.index(b"{") + 1]
-        pieces = [self._with_lead(member, is_first=index == 0) for index, member in enumerate(kept)]
-        last_end = max((member.end for member in self.members.values()), default=self._end)
+        inside = self.data.index(b"{") + 1
+        pieces: list[bytes] = []
+        previous_end = inside
+        for name, member in self.members.items():
+            if name not in gone:
+                # With the separator and the space that stood before it.
+                lead = self.data[previous_end : member.begin]
+                pieces.append(lead if pieces else lead.replace(b",", b"", 1))
+                pieces.append(self.data[member.begin : member.end])
+            previous_end = member.end
         for name, value in added.items():
             separator = b"," if pieces else b""
             pieces.append(separator + msgspec.json.encode(name) + b":" + value)
-        tail = self.data[last_end:] if kept else self.data[self._end :]
-        return head + b"".join(pieces) + tail
-
-    def _with_lead(self, member: Member, *, is_first: bool) -> bytes:
-        """A kept member with the separator and space that stood before it."""
-        previous_end = max(
-            (other.end for other in self.members.values() if other.end <= member.begin),
-            default=self.data.index(b"{") + 1,
-        )
-        lead = self.data[previous_end : member.begin]
-        if is_first:
-            lead = lead.replace(b",", b"", 1)
-        return lead + self.data[member.begin : member.end]
+        return self.data[:inside] + b"".join(pieces) + self.data[previous_end:]

@@ -5,6 +5,8 @@ RouterError
 ├── UnknownModel              404
 ├── UnknownCartridge          404  absent, or not for this caller: the same answer
 ├── UnknownReceipt            404
+├── UnknownPath               404
+├── MethodNotAllowed          405
 ├── IncompatibleCartridge     409  names the field
 ├── RequestTooLarge           413
 ├── ContextTooLong            422  with the numbers
@@ -72,6 +74,22 @@ class UnknownReceipt(RouterError):
     status = 404
     openai_type = "invalid_request_error"
     code = "receipt_not_found"
+
+
+class UnknownPath(RouterError):
+    """Nothing is served at that address."""
+
+    status = 404
+    openai_type = "invalid_request_error"
+    code = "path_not_found"
+
+
+class MethodNotAllowed(RouterError):
+    """The address is served, by another method."""
+
+    status = 405
+    openai_type = "invalid_request_error"
+    code = "method_not_allowed"
 
 
 class IncompatibleCartridge(RouterError):

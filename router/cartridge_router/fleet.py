@@ -6,9 +6,11 @@ through a context manager only.
 
 import asyncio
 import contextlib
+import http
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -17,6 +19,14 @@ from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_KV_TRANSFER_PARAMS
 from cartridge_proto.residency import ReplicaId
 
 logger = logging.getLogger(__name__)
+
+EXTENSION_TIMEOUT_S = 60.0
+_SHOWN_BY: dict[int, bool] = {
+    http.HTTPStatus.OK: False,
+    http.HTTPStatus.BAD_REQUEST: True,
+    http.HTTPStatus.INTERNAL_SERVER_ERROR: True,
+}
+"""Status of an empty message -> whether the extension is there; others say nothing."""
 
 
 class _ModelEntry(msgspec.Struct):
@@ -136,26 +146,24 @@ class Fleet:
     async def _find_extension(self, replica: Replica) -> bool | None:
         """Tell an engine with the extension from a stock one, which ignores Cartridges silently.
 
-        The question carries an empty message: the extension fails it, a stock engine answers.
+        The question carries an empty message: the extension fails it, a stock engine answers. The
+        same question without the message must be answered, or the failure says nothing.
         """
         model = next(iter(replica.models), None)
         if model is None:
             return None
-        question = {
-            "model": model,
-            "prompt": [0],
-            "max_tokens": 1,
-            FIELD_KV_TRANSFER_PARAMS: {FIELD_CARTRIDGES: {}},
-        }
-        timeout = aiohttp.ClientTimeout(total=60)
+        plain = {"model": model, "prompt": [0], "max_tokens": 1}
+        if await self._status_of(replica, plain) != http.HTTPStatus.OK:
+            return None
+        asked = {**plain, FIELD_KV_TRANSFER_PARAMS: {FIELD_CARTRIDGES: {}}}
+        has_extension = _SHOWN_BY.get(await self._status_of(replica, asked))
+        logger.info("replica %s: has the Cartridge extension: %s", replica.replica, has_extension)
+        return has_extension
+
+    async def _status_of(self, replica: Replica, question: Mapping[str, Any]) -> int:
+        timeout = aiohttp.ClientTimeout(total=EXTENSION_TIMEOUT_S)
         async with self._session.post(
             f"{replica.url}/v1/completions", json=question, timeout=timeout
         ) as answer:
             await answer.read()
-            has_extension = answer.status >= 400
-        logger.info(
-            "replica %s %s the Cartridge extension",
-            replica.replica,
-            "has" if has_extension else "does not have",
-        )
-        return has_extension
+            return answer.status

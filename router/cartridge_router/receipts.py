@@ -17,7 +17,7 @@ class ReceiptBook:
     def __init__(self) -> None:
         self._receipts: OrderedDict[str, Receipt] = OrderedDict()
         self._predictions: OrderedDict[str, Tier] = OrderedDict()
-        self._waiters: dict[str, asyncio.Future[Receipt]] = {}
+        self._waiters: dict[str, set[asyncio.Future[Receipt]]] = {}
 
     def expect(self, request_id: str, tier: Tier) -> None:
         """Note the predicted tier of a request."""
@@ -34,9 +34,9 @@ class ReceiptBook:
         self._receipts[receipt.request_id] = receipt
         while len(self._receipts) > MAX_RECEIPTS:
             self._receipts.popitem(last=False)
-        waiter = self._waiters.get(receipt.request_id)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(receipt)
+        for waiter in self._waiters.pop(receipt.request_id, ()):
+            if not waiter.done():
+                waiter.set_result(receipt)
 
     def find(self, request_id: str) -> Receipt | None:
         """The receipt of a request, if it came."""
@@ -47,10 +47,15 @@ class ReceiptBook:
         receipt = self.find(request_id)
         if receipt is not None:
             return receipt
-        waiter = self._waiters.setdefault(request_id, asyncio.get_running_loop().create_future())
+        waiter: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        waiters = self._waiters.setdefault(request_id, set())
+        waiters.add(waiter)
         try:
-            return await asyncio.wait_for(asyncio.shield(waiter), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await waiter
         except TimeoutError:
             return None
         finally:
-            self._waiters.pop(request_id, None)
+            waiters.discard(waiter)
+            if not waiters and self._waiters.get(request_id) is waiters:
+                del self._waiters[request_id]

@@ -94,6 +94,11 @@ class ResidencyMap:
             return MapMode.FALLBACK
         return MapMode.DEGRADED if age_s >= self._stale_after_s else MapMode.EXACT
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any replica is known."""
+        return bool(self._replicas)
+
     def tiers(self, replica: ReplicaId) -> dict[Digest, Tier]:
         """Tier of each artifact that is ready on a replica; empty without a map."""
         rows = self._replicas.get(replica)
@@ -221,6 +226,7 @@ class RedisReader:
     async def run(self) -> None:
         """Read until cancelled; reconnects for ever."""
         while True:
+            _raise_if_cancelled()
             # A connection that was cancelled in the middle of an answer must not be used again.
             client = redis.asyncio.Redis.from_url(
                 self._url,
@@ -242,10 +248,11 @@ class RedisReader:
         positions: dict[Any, Any] = {
             stream: await _last_id(client, stream) for stream in (REDIS_CHANGES, REDIS_RECEIPTS)
         }
-        next_look_s = 0.0
+        next_look_s, is_whole = 0.0, False
         while True:
+            _raise_if_cancelled()
             if time.monotonic() >= next_look_s:
-                await self._read_leases(client)
+                is_whole = await self._read_leases(client)
                 next_look_s = time.monotonic() + BLOCK_MS / 1000
             # redis-py types answers for every protocol and decoding; these are bytes.
             batches: Any = await client.xread({**positions}, count=MAX_STREAM_BATCH, block=BLOCK_MS)
@@ -254,7 +261,8 @@ class RedisReader:
                 for entry_id, values in entries:
                     positions[name] = entry_id.decode()
                     self._take(name, values.get(STREAM_FIELD.encode(), b""))
-            self._map.mark_synced()
+            if is_whole:
+                self._map.mark_synced()
             self._on_change()
 
     def _take(self, stream: str, data: bytes) -> None:
@@ -265,8 +273,15 @@ class RedisReader:
         if receipt is not None:
             self._on_receipt(receipt)
 
-    async def _read_leases(self, client: redis.asyncio.Redis) -> None:
+    async def _read_leases(self, client: redis.asyncio.Redis) -> bool:
+        """Look at all leases; False when there is nothing to believe.
+
+        A Redis that came back empty says nothing of replicas that were there: what is known of
+        them stays, and grows old, until they have registered again.
+        """
         members: Any = await client.smembers(REDIS_REPLICAS)
+        if not members and self._map.has_replicas:
+            return False
         names: list[bytes] = sorted(members)[:MAX_REPLICAS]
         replicas = [ReplicaId(name.decode("utf-8", "replace")) for name in names]
         leases: Any = await client.mget([lease_key(r) for r in replicas]) if replicas else []
@@ -283,6 +298,18 @@ class RedisReader:
                 self._map.renew(registration)
         self._map.keep_only(live)
         self._map.mark_synced()
+        return True
+
+
+def _raise_if_cancelled() -> None:
+    """Take note of a cancellation that was lost on the way.
+
+    redis-py sends through `asyncio.wait_for`, which before Python 3.12 returns the result instead
+    when the cancellation comes in the moment the send is done.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _last_id(client: redis.asyncio.Redis, stream: str) -> str:

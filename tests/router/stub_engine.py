@@ -1,0 +1,81 @@
+"""An engine that says what a test tells it to: for answers that no simulated replica gives.
+
+Owns health, the model list and a record of what it received. Refuses to know Cartridges.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class StubEngine:
+    """A server on a loopback port; `handler` answers every POST. The body is already read."""
+
+    def __init__(self, handler: Handler, *, model: str = "sample") -> None:
+        self.url = ""
+        self.requests: list[web.Request] = []
+        self.bodies: list[bytes] = []
+        self.num_open = 0
+        self.gone = asyncio.Event()
+        self._handler = handler
+        self._model = model
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """Listen; returns the URL."""
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/{tail:.*}", self._answer)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=0.05, auto_decompress=False
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{port}"
+        return self.url
+
+    async def stop(self) -> None:
+        """Stop listening and cut all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        entry: dict[str, Any] = {"id": self._model, "object": "model", "max_model_len": 4096}
+        return web.Response(body=json.dumps({"object": "list", "data": [entry]}).encode())
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.read())
+        self.requests.append(request)
+        self.num_open += 1
+        try:
+            return await self._handler(request)
+        except asyncio.CancelledError:
+            self.gone.set()
+            raise
+        finally:
+            self.num_open -= 1
+
+
+StartStub = Callable[[Handler], Awaitable[StubEngine]]
+
+
+async def answer_ok(_: web.Request) -> web.StreamResponse:
+    """An empty JSON object."""
+    return web.Response(body=b"{}", content_type="application/json")
+
+
+async def never_answer(_: web.Request) -> web.StreamResponse:
+    """Wait for ever."""
+    await asyncio.Event().wait()
+    raise AssertionError("the event is never set")

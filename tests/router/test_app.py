@@ -1,0 +1,78 @@
+"""The gateway as a whole: what it starts it also ends."""
+
+import asyncio
+
+import aiohttp
+import pytest
+import redis
+
+from cartridge_proto.store import LocalStore
+from cartridge_router.app import running_gateway
+from cartridge_router.settings import Settings
+from tests.loadtest.cartridge_requests import until
+from tests.loadtest.replica_client import StartReplica
+from tests.router.fleets import named, start_replicas
+from tests.router.gateway_client import CHAT, Gateway, quick_gateway
+from tests.router.stored_cartridges import put_cartridge
+
+KEY = b"residency key of the tests"
+
+
+async def test_a_gateway_that_stops_leaves_nothing(
+    session: aiohttp.ClientSession, start_replica: StartReplica, store: LocalStore, redis_url: str
+) -> None:
+    """No task, no Redis connection and no listener is left; a second one starts at once."""
+    put_cartridge(store)
+    clients = await start_replicas(start_replica, 1, store)
+    settings = quick_gateway(*named(clients), store=store, redis_url=redis_url)
+    with redis.Redis.from_url(redis_url) as server:
+        num_clients, tasks = len(server.client_list()), asyncio.all_tasks()
+        for _ in range(2):
+            async with running_gateway(settings, None) as url:
+                gateway = Gateway(session, url)
+                assert (await gateway.ask()).status == 200
+                await gateway.has_registered()
+                assert len(server.client_list()) > num_clients
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await gateway.get("/health")
+            await until(lambda: len(server.client_list()) == num_clients, "Redis is left alone")
+            started = {task.get_name(): task for task in asyncio.all_tasks() - tasks}
+            ours = [task for task in started.values() if "cartridge_router" in repr(task)]
+            assert ours == []
+
+
+async def test_a_taken_port_is_an_error_and_leaves_nothing(session: aiohttp.ClientSession) -> None:
+    """The second gateway on one port does not start, and the first goes on."""
+    async with running_gateway(quick_gateway(), None) as url:
+        port = int(url.rsplit(":", 1)[1])
+        tasks = asyncio.all_tasks()
+        with pytest.raises(OSError, match="in use"):
+            async with running_gateway(Settings(port=port), None):
+                raise AssertionError("it started")
+        assert asyncio.all_tasks() <= tasks
+        assert (await Gateway(session, url).get("/health")).status == 200
+
+
+@pytest.mark.parametrize("keys", [(KEY, KEY), (KEY, b"another"), (None, KEY)])
+async def test_records_count_only_with_the_gateway_s_key(
+    session: aiohttp.ClientSession,
+    start_replica: StartReplica,
+    store: LocalStore,
+    redis_url: str,
+    keys: tuple[bytes | None, bytes],
+) -> None:
+    """A replica that signs with another key, or not at all, is not registered, but counted."""
+    put_cartridge(store)
+    clients = await start_replicas(start_replica, 1, store, redis_url, residency_key=keys[0])
+    settings = quick_gateway(*named(clients), store=store, redis_url=redis_url)
+    async with running_gateway(settings, keys[1]) as url:
+        gateway = Gateway(session, url)
+        if keys[0] == keys[1]:
+            await gateway.has_registered("sim-0")
+            assert (await gateway.ask("harbour-rules@1")).status == 200
+            assert await gateway.metric("cartridge_router_rejected_records_total") == 0
+            return
+        await gateway.has_registered()
+        assert await gateway.metric("cartridge_router_rejected_records_total") > 0
+        reply = await gateway.post(CHAT, {"model": "sample", "cartridge_ids": ["harbour-rules@1"]})
+        assert reply.status == 503

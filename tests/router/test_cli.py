@@ -1,0 +1,161 @@
+"""The command line: what it prints, which status it ends with, and that it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from cartridge_proto.store import LocalStore
+from cartridge_router.cli import run
+from tests.router.stored_cartridges import digest_of, flip_a_bit, put_cartridge
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_list_shows_each_alias(store: LocalStore, capsys: Capture) -> None:
+    """A line for people, and rows with everything for machines."""
+    manifest = put_cartridge(store, num_tokens=7)
+    assert run(["cartridge", "list", "--store", str(store.root)]) == 0
+    line = capsys.readouterr().out
+    for part in ("harbour-rules@1", "7 tokens", digest_of(manifest)):
+        assert part in line
+    assert run(["cartridge", "list", "--store", str(store.root), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row == {
+        "id": "harbour-rules@1",
+        "digest": digest_of(manifest),
+        "kind": "prefill",
+        "num_tokens": 7,
+        "size_bytes": manifest.payload_bytes,
+        "title": manifest.card.title,
+    }
+
+
+def test_show_prints_manifests(store: LocalStore, capsys: Capture) -> None:
+    """By alias or digest; tensors are counted for people and listed for machines."""
+    manifest = put_cartridge(store)
+    assert run(["cartridge", "show", "--store", str(store.root), "harbour-rules@1"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["digest"], shown["tensors"]) == (digest_of(manifest), "4 tensors")
+    arguments = ["cartridge", "show", "--store", str(store.root), "--json", digest_of(manifest)]
+    assert run(arguments) == 0
+    assert sorted(json.loads(capsys.readouterr().out)["tensors"]) == sorted(manifest.tensors)
+
+
+def test_verify_tells_good_from_corrupt(store: LocalStore, capsys: Capture) -> None:
+    """One flipped bit is status 1 and named; the good one is still checked and ok."""
+    put_cartridge(store)
+    arguments = ["cartridge", "verify", "--store", str(store.root), "harbour-rules@1"]
+    assert run(arguments) == 0
+    assert capsys.readouterr().out == "harbour-rules@1: ok\n"
+    flip_a_bit(store, put_cartridge(store, "broken", seed=1))
+    assert run([*arguments, "broken@1", "absent@1", "--json"]) == 1
+    good, broken, absent = json.loads(capsys.readouterr().out)
+    assert (good["ok"], good["problem"]) == (True, None)
+    assert (broken["id"], broken["ok"]) == ("broken@1", False)
+    assert "hash to" in broken["problem"]
+    assert absent["ok"] is False
+    assert run([*arguments, "broken@1"]) == 1
+    assert "broken@1: blob sha256:" in capsys.readouterr().out
+
+
+def test_a_damaged_manifest_is_status_1(store: LocalStore, capsys: Capture) -> None:
+    """Without a traceback."""
+    path = store.manifest_path(digest_of(put_cartridge(store)))
+    path.write_bytes(path.read_bytes() + b" ")
+    for command in (["list"], ["show", "harbour-rules@1"], ["show", "absent@1"]):
+        assert run(["cartridge", command[0], "--store", str(store.root), *command[1:]]) == 1
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_config_check_lists_every_problem(tmp_path: Path, capsys: Capture) -> None:
+    """A good file is status 0, a bad one 2 with a line for each problem."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("port: 1234\n")
+    assert run(["config", "check", str(file)]) == 0
+    assert capsys.readouterr().out == f"{file}: ok\n"
+    file.write_text("port: -1\nprot: 1\n")
+    assert run(["config", "check", str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_config_schema_is_a_json_schema(capsys: Capture) -> None:
+    """What a chart validates its values with."""
+    assert run(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_serve_with_bad_settings_does_not_start(capsys: Capture) -> None:
+    """Status 2 and the reason."""
+    assert run(["serve", "--replicas", "nonsense", "--port", "0"]) == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["cartridge"], ["serve", "--port", "x"], ["nothing"]])
+def test_wrong_arguments_are_status_2(arguments: list[str], capsys: Capture) -> None:
+    """The usage is printed, as for every command."""
+    with pytest.raises(SystemExit) as info:
+        run(arguments)
+    assert info.value.code == 2
+    assert "usage: cartridge-router" in capsys.readouterr().err
+
+
+def test_commands_of_other_packages_are_found(capsys: Capture) -> None:
+    """`cartridge build` comes through the entry-point group, and its help needs no torch."""
+    with pytest.raises(SystemExit) as info:
+        run(["cartridge", "build", "--help"])
+    assert info.value.code == 0
+    assert "--text" in capsys.readouterr().out
+
+
+def test_a_command_whose_packages_are_absent_says_what_to_install(tmp_path: Path) -> None:
+    """Without transformers `cartridge build` is status 3 and a pip line, not a traceback."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules.update({'torch': None, 'transformers': None})\n"
+    )
+    text = tmp_path / "text"
+    text.write_text("A document.")
+    command = [sys.executable, "-m", "cartridge_router", "cartridge", "build", "--model", "."]
+    command += ["--text", str(text), "--name", "n", "--store", str(tmp_path)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "pip install 'cartridge-router[" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_runs_until_it_is_told_to_stop(store: LocalStore, number: signal.Signals) -> None:
+    """The command says where it listens, answers, and ends with status 0."""
+    store.root.mkdir()
+    command = [sys.executable, "-m", "cartridge_router", "serve", "--port", "0"]
+    command += ["--store", str(store.root)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            ready = next(line for line in process.stderr if "ready http" in line)
+            match = re.search(r"http://127\.0\.0\.1:\d+", ready)
+            assert match is not None
+            with urllib.request.urlopen(f"{match.group()}/health", timeout=10) as answer:  # noqa: S310
+                assert json.load(answer) == {"status": "ok"}
+            process.send_signal(number)
+            assert process.wait(timeout=20) == 0
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()

@@ -1,0 +1,223 @@
+"""The fleet: health by probes, capability by question, and in-flight counts that come back."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from cartridge_loadtest.faults import Faults
+from cartridge_proto.residency import ReplicaId
+from cartridge_proto.store import LocalStore
+from cartridge_router.fleet import Fleet, Replica
+from tests.loadtest.cartridge_requests import until
+from tests.loadtest.replica_client import MODEL, StartReplica, quick_settings
+from tests.router.stored_cartridges import put_cartridge
+from tests.router.stub_engine import Handler, StartStub, answer_ok
+
+R0 = ReplicaId("r0")
+
+
+def fleet_of(session: aiohttp.ClientSession, url: str, *, must_probe: bool = False) -> Fleet:
+    """A fleet of one replica, unhealthy after three failed probes."""
+    return Fleet(
+        {R0: url},
+        session=session,
+        probe_interval_s=0.02,
+        probe_timeout_s=0.5,
+        num_failures=3,
+        must_probe_extension=lambda replica: must_probe,
+    )
+
+
+def only(fleet: Fleet) -> Replica:
+    """The one replica."""
+    (replica,) = fleet.replicas
+    return replica
+
+
+@contextlib.asynccontextmanager
+async def watching(fleet: Fleet) -> AsyncIterator[None]:
+    """Watch for as long as the block runs."""
+    task = asyncio.create_task(fleet.watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=10)
+        assert task.cancelled()
+
+
+async def test_a_probe_learns_the_models(
+    session: aiohttp.ClientSession, start_replica: StartReplica
+) -> None:
+    """A replica is unhealthy until asked; then its models and their limits are known."""
+    client = await start_replica(quick_settings(None))
+    fleet = fleet_of(session, client.url)
+    assert not only(fleet).is_healthy
+    assert not fleet.serves(MODEL)
+    await fleet.probe(only(fleet))
+    assert only(fleet).is_healthy
+    assert only(fleet).models == {MODEL: 8192}
+    assert fleet.serves(MODEL)
+
+
+async def test_it_takes_several_failures_to_be_unhealthy(
+    session: aiohttp.ClientSession, start_replica: StartReplica
+) -> None:
+    """Two bad probes are forgiven, the third is not, and one good one mends it."""
+    client = await start_replica(quick_settings(None))
+    fleet = fleet_of(session, client.url)
+    await fleet.probe(only(fleet))
+    seen = []
+    for faults in [Faults(unhealthy=True)] * 3 + [Faults()]:
+        client.replica.faults = faults
+        await fleet.probe(only(fleet))
+        seen.append(only(fleet).is_healthy)
+    assert seen == [True, True, False, True]
+    assert only(fleet).num_failures == 0
+
+
+async def test_watching_goes_on_through_death_and_return(
+    session: aiohttp.ClientSession, start_replica: StartReplica
+) -> None:
+    """A replica that ends is noticed, and so is the one that takes its port."""
+    client = await start_replica(quick_settings(None))
+    fleet = fleet_of(session, client.url)
+    async with watching(fleet):
+        await until(lambda: only(fleet).is_healthy, "healthy")
+        await client.replica.stop()
+        await until(lambda: not only(fleet).is_healthy, "unhealthy")
+        await start_replica(quick_settings(None), port=int(client.url.rsplit(":", 1)[1]))
+        await until(lambda: only(fleet).is_healthy, "healthy again")
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b'{"data":[{}]}', b'{"data":[{"id":"m","max_model_len":"x"}]}', b"\xff"]
+)
+async def test_a_model_list_that_cannot_be_read_is_a_failed_probe(
+    session: aiohttp.ClientSession, body: bytes
+) -> None:
+    """A server that is no engine never becomes healthy, and watching it goes on."""
+    asked = 0
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(body=body)
+
+    app = web.Application()
+    app.router.add_get("/{tail:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        fleet = fleet_of(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        async with watching(fleet):
+            await until(lambda: asked > 8, "several probes were made")
+        assert not only(fleet).is_healthy
+    finally:
+        await runner.cleanup()
+
+
+async def test_an_undelivered_request_takes_a_replica_out_until_a_probe_succeeds(
+    session: aiohttp.ClientSession, start_replica: StartReplica
+) -> None:
+    """No traffic follows a failed connection; the next good probe lets it in again."""
+    client = await start_replica(quick_settings(None))
+    fleet = fleet_of(session, client.url)
+    await fleet.probe(only(fleet))
+    fleet.note_connect_failure(R0)
+    assert not only(fleet).is_healthy
+    await fleet.probe(only(fleet))
+    assert only(fleet).is_healthy
+
+
+async def test_in_flight_counts_come_back_on_every_way_out(
+    session: aiohttp.ClientSession,
+) -> None:
+    """Success, an error and a cancellation each give the place back."""
+    fleet = fleet_of(session, "http://127.0.0.1:9")
+    with fleet.in_flight(R0), fleet.in_flight(R0):
+        assert only(fleet).num_in_flight == 2
+    with pytest.raises(RuntimeError), fleet.in_flight(R0):
+        raise RuntimeError
+
+    async def wait() -> None:
+        with fleet.in_flight(R0):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await until(lambda: only(fleet).num_in_flight == 1, "in flight")
+    task.cancel()
+    await asyncio.wait([task])
+    assert only(fleet).num_in_flight == 0
+
+
+# --- does it have the extension ------------------------------------------------------------------
+@pytest.mark.parametrize("has_store", [True, False])
+async def test_the_question_tells_engines_with_the_extension_from_stock_ones(
+    session: aiohttp.ClientSession, start_replica: StartReplica, store: LocalStore, has_store: bool
+) -> None:
+    """An engine that ignores Cartridges in silence is found out, and never asked for nothing."""
+    put_cartridge(store)
+    client = await start_replica(quick_settings(store if has_store else None))
+    silent = fleet_of(session, client.url)
+    await silent.probe(only(silent))
+    assert only(silent).has_extension is None
+    fleet = fleet_of(session, client.url, must_probe=True)
+    await fleet.probe(only(fleet))
+    assert only(fleet).has_extension is has_store
+    num_asked = len(client.replica.requests)
+    await fleet.probe(only(fleet))
+    assert len(client.replica.requests) == num_asked
+
+
+@pytest.mark.parametrize("status", [401, 404, 429, 500, 503])
+async def test_an_engine_that_refuses_everything_has_not_shown_the_extension(
+    session: aiohttp.ClientSession, start_stub: StartStub, status: int
+) -> None:
+    """A stock engine that is busy or wants a key must not pass for one with the extension."""
+
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=status)
+
+    stub = await start_stub(refuse)
+    fleet = fleet_of(session, stub.url, must_probe=True)
+    await fleet.probe(only(fleet))
+    assert only(fleet).is_healthy
+    assert only(fleet).has_extension is None
+
+
+async def test_capability_is_asked_again_after_a_restart(
+    session: aiohttp.ClientSession, start_replica: StartReplica, store: LocalStore
+) -> None:
+    """A stock engine that takes the place of one with the extension is noticed."""
+    put_cartridge(store)
+    client = await start_replica(quick_settings(store))
+    fleet = fleet_of(session, client.url, must_probe=True)
+    async with watching(fleet):
+        await until(lambda: only(fleet).has_extension is True, "has the extension")
+        await client.replica.stop()
+        await until(lambda: not only(fleet).is_healthy, "unhealthy")
+        assert only(fleet).has_extension is None
+        await start_replica(quick_settings(None), port=int(client.url.rsplit(":", 1)[1]))
+        await until(lambda: only(fleet).has_extension is False, "has none")
+
+
+async def test_the_question_asks_for_one_token_without_a_text(
+    session: aiohttp.ClientSession, start_stub: StartStub
+) -> None:
+    """What an engine is asked costs it one token of prefill and one of decoding."""
+    handler: Handler = answer_ok
+    stub = await start_stub(handler)
+    fleet = fleet_of(session, stub.url, must_probe=True)
+    await fleet.probe(only(fleet))
+    for body in stub.bodies:
+        asked = msgspec.json.decode(body)
+        assert (asked["prompt"], asked["max_tokens"]) == ([0], 1)
+    assert stub.bodies
+    assert only(fleet).has_extension is False

@@ -1,0 +1,218 @@
+"""Placement through a whole gateway: which replica, and which refusal when there is none."""
+
+import asyncio
+import dataclasses
+
+import msgspec
+import pytest
+
+from cartridge_proto.digest import sha256_digest
+from cartridge_proto.manifest import ConventionKind
+from cartridge_proto.residency import ReplicaId
+from cartridge_proto.store import LocalStore
+from cartridge_router.settings import PlacementSettings, ResidencySettings
+from tests.loadtest.replica_client import StartReplica, quick_settings
+from tests.proto.sample_artifact import engine_of
+from tests.router.fleets import named, start_fleet, start_replicas
+from tests.router.gateway_client import CHAT, TEXT, StartGateway, quick_gateway, until_true
+from tests.router.killable_redis import KillableRedis
+from tests.router.stored_cartridges import put_cartridge
+
+ALIAS = "harbour-rules@1"
+
+
+async def test_a_cartridge_of_another_model_is_a_409_that_names_the_field(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """What no engine of the fleet shares is named, with both values."""
+    manifest = put_cartridge(store)
+    identity = engine_of(manifest)
+    other = msgspec.structs.replace(
+        identity,
+        model=msgspec.structs.replace(identity.model, config_digest=sha256_digest(b"other")),
+    )
+    clients = await start_replicas(start_replica, 1, store, redis_url, identity=other)
+    gateway = await start_fleet(start_gateway, clients, store, redis_url)
+    reply = await gateway.ask(ALIAS)
+    assert (reply.status, reply.error["code"]) == (409, "cartridge_incompatible")
+    assert reply.error["param"] == "cartridge_ids"
+    for part in ("model.config_digest", manifest.model.config_digest, sha256_digest(b"other")):
+        assert part in reply.error["message"]
+    assert CHAT not in [request.path for request in clients[0].replica.requests]
+
+
+async def test_a_request_goes_to_the_replica_that_fits(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """Of two replicas under one model name only the compatible one gets the Cartridge."""
+    identity = engine_of(put_cartridge(store))
+    other = msgspec.structs.replace(
+        identity, geometry=msgspec.structs.replace(identity.geometry, num_kv_heads=4)
+    )
+    clients = [
+        await start_replica(
+            dataclasses.replace(
+                quick_settings(store, redis_url), replica=ReplicaId(f"sim-{index}"), identity=who
+            )
+        )
+        for index, who in enumerate([other, identity])
+    ]
+    gateway = await start_fleet(start_gateway, clients, store, redis_url)
+    replies = [await gateway.ask(ALIAS) for _ in range(4)]
+    assert [reply.status for reply in replies] == [200] * 4
+    assert {reply.headers["x-cartridge-replica"] for reply in replies} == {"sim-1"}
+
+
+async def test_cartridges_that_fill_the_context_are_a_422_with_the_numbers(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """The length of the Cartridges and the context limit are both in the message."""
+    put_cartridge(store, num_tokens=99)
+    clients = await start_replicas(start_replica, 1, store, redis_url, max_model_len=100)
+    gateway = await start_fleet(start_gateway, clients, store, redis_url)
+    reply = await gateway.ask(ALIAS)
+    assert (reply.status, reply.error["code"]) == (422, "context_length_exceeded")
+    assert "99" in reply.error["message"]
+    assert "100" in reply.error["message"]
+    assert CHAT not in [request.path for request in clients[0].replica.requests]
+
+
+async def test_a_prompt_that_does_not_fit_behind_the_cartridge_is_a_422(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """What only the engine can count, it refuses; its receipt brings the numbers."""
+    put_cartridge(store, num_tokens=90, convention=ConventionKind.DOCUMENT)
+    clients = await start_replicas(start_replica, 1, store, redis_url, max_model_len=100)
+    gateway = await start_fleet(start_gateway, clients, store, redis_url)
+    reply = await gateway.ask(ALIAS, path=TEXT, prompt="word " * 20)
+    assert (reply.status, reply.error["code"]) == (422, "context_length_exceeded")
+    assert "context_length" in reply.error["message"]
+    for number in ("90", "20", "100"):
+        assert number in reply.error["message"]
+
+
+async def test_a_full_fleet_is_a_429_that_may_be_retried(
+    start_replica: StartReplica, start_gateway: StartGateway
+) -> None:
+    """At `max_in_flight` on every replica the next request is told to come again."""
+    clients = await start_replicas(start_replica, 2, None, ttft_s=60.0)
+    gateway = await start_gateway(
+        quick_gateway(*named(clients), placement=PlacementSettings(max_in_flight=1))
+    )
+    asking = [asyncio.create_task(gateway.ask()) for _ in range(2)]
+    await gateway.has_metric("cartridge_router_in_flight", 2)
+    # Booked one each: the two went to different replicas.
+    assert [client.replica.engine.num_running for client in clients] == [1, 1]
+    reply = await gateway.ask()
+    assert (reply.status, reply.error["code"]) == (429, "all_replicas_saturated")
+    assert reply.error["type"] == "rate_limit_error"
+    assert int(reply.headers["retry-after"]) > 0
+    for task in asking:
+        task.cancel()
+    await gateway.is_idle()
+
+
+async def test_no_replica_at_all_is_a_503(start_gateway: StartGateway) -> None:
+    """Without replicas every request is told to come again."""
+    gateway = await start_gateway(quick_gateway())
+    reply = await gateway.ask()
+    assert (reply.status, reply.error["code"]) == (503, "no_eligible_replica")
+    assert int(reply.headers["retry-after"]) > 0
+
+
+async def test_while_the_map_is_exact_an_unregistered_replica_gets_no_cartridge(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """A healthy engine without a lease gets plain requests only, however often it is asked."""
+    put_cartridge(store)
+    clients = [
+        *(await start_replicas(start_replica, 1, store, redis_url)),
+        *(await start_replicas(start_replica, 1, store, None)),
+    ]
+    gateway = await start_gateway(quick_gateway(*named(clients), store=store, redis_url=redis_url))
+    await gateway.has_registered("sim-0")
+    assert sorted((await gateway.get("/ready")).json["replicas"]["healthy"]) == ["sim-0", "sim-1"]
+    replies = [await gateway.ask(ALIAS) for _ in range(4)]
+    assert {reply.headers["x-cartridge-replica"] for reply in replies} == {"sim-0"}
+    plain = [await gateway.ask() for _ in range(2)]
+    assert {reply.headers["x-cartridge-replica"] for reply in plain} == {"sim-0", "sim-1"}
+    await clients[0].replica.stop()
+    await gateway.has_metric("cartridge_router_replica_healthy", 0, replica="sim-0")
+    gone = await gateway.ask(ALIAS)
+    assert (gone.status, gone.error["code"]) == (503, "no_eligible_replica")
+    assert "not registered" in gone.error["message"]
+
+
+async def test_without_a_map_the_extension_is_found_by_asking(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore
+) -> None:
+    """Without Redis Cartridges go to engines that have shown the extension, never to stock ones."""
+    put_cartridge(store)
+    clients = [
+        *(await start_replicas(start_replica, 1, None)),
+        *(await start_replicas(start_replica, 1, store)),
+    ]
+    gateway = await start_gateway(quick_gateway(*named(clients), store=store))
+    replies = [await gateway.ask(ALIAS) for _ in range(4)]
+    assert {reply.headers["x-cartridge-replica"] for reply in replies} == {"sim-1"}
+    assert {reply.headers["x-cartridge-decision"] for reply in replies} == {
+        "fallback-load; map=fallback"
+    }
+    await clients[1].replica.stop()
+    await gateway.has_metric("cartridge_router_replica_healthy", 0, replica="sim-1")
+    reply = await gateway.ask(ALIAS)
+    assert reply.status == 503
+    assert "not known to have the Cartridge extension" in reply.error["message"]
+
+
+@pytest.mark.parametrize("num_cartridges", [0, 1])
+async def test_when_redis_dies_requests_go_on(
+    start_replica: StartReplica,
+    start_gateway: StartGateway,
+    store: LocalStore,
+    killable_redis: KillableRedis,
+    num_cartridges: int,
+) -> None:
+    """Exact, degraded and fallback all serve, and say which they are; Redis back is exact again."""
+    put_cartridge(store)
+    clients = await start_replicas(start_replica, 2, store, killable_redis.url, lease_s=1.0)
+    gateway = await start_fleet(
+        start_gateway,
+        clients,
+        store,
+        killable_redis.url,
+        residency=ResidencySettings(stale_after_s=0.8, fallback_after_s=1.6),
+    )
+
+    async def is_in(mode: str) -> bool:
+        names = [ALIAS] * num_cartridges
+        reply = await gateway.ask(*names)
+        assert reply.status == 200
+        told = reply.headers["x-cartridge-decision"]
+        return told.endswith(f"map={mode}") if mode != "exact" else "map=" not in told
+
+    assert await is_in("exact")
+    await asyncio.to_thread(killable_redis.kill)
+    await until_true(lambda: is_in("degraded"), "degraded")
+    await until_true(lambda: is_in("fallback"), "fallback")
+    assert await gateway.metric("cartridge_router_residency_mode", mode="fallback") == 1
+    await asyncio.to_thread(killable_redis.start)
+    await until_true(lambda: is_in("exact"), "exact again")
+
+
+async def test_with_replicas_alone_it_is_an_ordinary_proxy(
+    start_replica: StartReplica, start_gateway: StartGateway
+) -> None:
+    """No Redis, no store: plain requests are served in fallback, Cartridges are unknown."""
+    clients = await start_replicas(start_replica, 1, None)
+    gateway = await start_gateway(quick_gateway(*named(clients)))
+    reply = await gateway.ask()
+    assert (reply.status, reply.headers["x-cartridge-decision"]) == (
+        200,
+        "fallback-load; map=fallback",
+    )
+    assert "x-cartridge-map-age-ms" not in reply.headers
+    assert (await gateway.ask(ALIAS)).status == 404
+    assert (await gateway.get("/v1/cartridges")).json["data"] == []
+    # Nothing but the client's own request was asked of the engine.
+    assert len(clients[0].replica.requests) == 1

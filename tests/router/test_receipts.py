@@ -1,0 +1,86 @@
+"""The receipt book: found, waited for, predicted, and never without bound."""
+
+import asyncio
+
+from cartridge_engine_ext.residency_publisher import new_epoch
+from cartridge_proto.residency import Receipt, ReceiptStatus, Tier
+from cartridge_router.receipts import MAX_RECEIPTS, ReceiptBook
+from tests.loadtest.cartridge_requests import until
+
+
+def receipt_of(request_id: str) -> Receipt:
+    """A receipt of a served request."""
+    return Receipt(
+        replica="r0",
+        epoch=new_epoch(),
+        request_id=request_id,
+        status=ReceiptStatus.SERVED,
+        reason=None,
+        detail="",
+        items=[],
+        num_virtual_tokens=0,
+        num_reused_tokens=0,
+        num_loads=1,
+        loaded_bytes=0,
+        load_s=0.0,
+    )
+
+
+async def test_a_receipt_is_found_after_it_came() -> None:
+    """By its request's id only."""
+    book = ReceiptBook()
+    assert book.find("a") is None
+    receipt = receipt_of("a")
+    book.note(receipt)
+    assert (book.find("a"), book.find("b")) == (receipt, None)
+    assert await book.wait("a", 0.0) is receipt
+
+
+async def test_all_who_wait_get_the_receipt() -> None:
+    """Two waiters of one request are both answered when it comes; a third of another is not."""
+    book, receipt = ReceiptBook(), receipt_of("a")
+    waiting = [asyncio.create_task(book.wait("a", 10.0)) for _ in range(2)]
+    other = asyncio.create_task(book.wait("b", 0.01))
+    assert await other is None
+    book.note(receipt)
+    assert await asyncio.gather(*waiting) == [receipt, receipt]
+
+
+async def test_a_waiter_that_leaves_does_not_take_the_receipt_along() -> None:
+    """One is cancelled, the other is answered, and nothing is kept for either."""
+    book, receipt = ReceiptBook(), receipt_of("a")
+    first, second = (asyncio.create_task(book.wait("a", 10.0)) for _ in range(2))
+    await until(lambda: bool(book._waiters), "both wait")
+    first.cancel()
+    await asyncio.wait([first])
+    assert first.cancelled()
+    book.note(receipt)
+    assert await second is receipt
+    assert book._waiters == {}
+
+
+async def test_a_waiter_in_vain_is_forgotten() -> None:
+    """After its time the answer is `None`, and a late receipt finds nobody."""
+    book = ReceiptBook()
+    assert await book.wait("a", 0.001) is None
+    assert book._waiters == {}
+    book.note(receipt_of("a"))
+    assert book.find("a") is not None
+
+
+def test_a_prediction_is_taken_once() -> None:
+    """A repeated receipt is compared with nothing."""
+    book = ReceiptBook()
+    book.expect("a", Tier.DRAM)
+    assert [book.take_prediction("a"), book.take_prediction("a")] == [Tier.DRAM, None]
+
+
+def test_the_oldest_are_forgotten() -> None:
+    """Receipts and predictions are bounded, oldest first."""
+    book = ReceiptBook()
+    for index in range(MAX_RECEIPTS + 2):
+        book.note(receipt_of(str(index)))
+        book.expect(str(index), Tier.DRAM)
+    assert [book.find(str(index)) is None for index in range(3)] == [True, True, False]
+    taken = [book.take_prediction(str(index)) for index in range(3)]
+    assert taken == [None, None, Tier.DRAM]
