@@ -5,7 +5,8 @@ Owns the start and the end of every task and connection. Refuses request logic.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 
 import aiohttp
@@ -26,6 +27,14 @@ from cartridge_router.selection import Selector
 from cartridge_router.settings import Settings
 from cartridge_router.telemetry import Metrics
 
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], Coroutine[None, None, None]]
+"""What runs beside the server until it is cancelled."""
+
+RESTART_S = 1.0
+RECEIPT_WAIT_S = 1.0
+"""How long a failed request waits for the receipt that explains it."""
 ENGINE_KEEPALIVE_S = 3.0
 """vLLM's server closes idle connections after 5 s; ours are given up before."""
 
@@ -35,10 +44,10 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
     """Everything that runs beside the HTTP server, for as long as the block does."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-        services, tasks = _construct(settings, key, session)
+        services, jobs = _construct(settings, key, session)
         await services.catalog.refresh()
         await asyncio.gather(*(services.fleet.probe(r) for r in services.fleet.replicas))
-        running = [asyncio.create_task(task) for task in tasks]
+        running = [asyncio.create_task(kept_running(job)) for job in jobs]
         try:
             yield services
         finally:
@@ -49,7 +58,7 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
 
 def _construct(
     settings: Settings, key: bytes | None, session: aiohttp.ClientSession
-) -> tuple[Services, list[Coroutine[None, None, None]]]:
+) -> tuple[Services, list[Job]]:
     metrics = Metrics()
     receipts = ReceiptBook()
     residency = ResidencyMap(
@@ -99,7 +108,12 @@ def _construct(
             max_in_flight=placement.max_in_flight,
         ),
         forwarder=Forwarder(
-            session=session, fleet=fleet, receipts=receipts, settings=settings.forwarding
+            session=session,
+            fleet=fleet,
+            receipts=receipts,
+            settings=settings.forwarding,
+            # Receipts come by Redis; without it there is nothing to wait for.
+            receipt_wait_s=RECEIPT_WAIT_S if settings.redis_url is not None else 0.0,
         ),
         receipts=receipts,
         metrics=metrics,
@@ -115,11 +129,21 @@ def _construct(
             metrics.mispredictions.labels(predicted.value, served.value).inc()
         receipts.note(receipt)
 
-    tasks = [fleet.watch(), catalog.run()]
+    jobs: list[Job] = [fleet.watch, catalog.run]
     if settings.redis_url is not None:
         reader = RedisReader(url=settings.redis_url, residency=residency, on_receipt=on_receipt)
-        tasks.append(reader.run())
-    return services, tasks
+        jobs.append(reader.run)
+    return services, jobs
+
+
+async def kept_running(job: Job, pause_s: float = RESTART_S) -> None:
+    """Run a job that never ends by itself; begin it again when it fails all the same."""
+    while True:
+        try:
+            await job()
+        except Exception:
+            logger.exception("%s failed and is begun again", job.__qualname__)
+        await asyncio.sleep(pause_s)
 
 
 def make_app(services: Services) -> web.Application:

@@ -36,7 +36,6 @@ from cartridge_router.settings import ForwardingSettings
 logger = logging.getLogger(__name__)
 
 MAX_ERROR_BYTES = 65_536
-RECEIPT_WAIT_S = 1.0
 
 _ERROR_EVENT: Final = re.compile(rb'(?:^|\n)data: ?\{"error"')
 
@@ -97,11 +96,13 @@ class Forwarder:
         fleet: Fleet,
         receipts: ReceiptBook,
         settings: ForwardingSettings,
+        receipt_wait_s: float,
     ) -> None:
         self._session = session
         self._fleet = fleet
         self._receipts = receipts
         self._settings = settings
+        self._receipt_wait_s = receipt_wait_s
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=None
         )
@@ -226,7 +227,7 @@ class Forwarder:
 
     async def _raise_from_receipt(self, outgoing: Outgoing, replica: ReplicaId) -> None:
         """Turn an engine's failure into the reason it gave; returns when it gave none."""
-        receipt = await self._receipts.wait(outgoing.request_id, RECEIPT_WAIT_S)
+        receipt = await self._receipts.wait(outgoing.request_id, self._receipt_wait_s)
         if receipt is None or receipt.status is not ReceiptStatus.FAILED or receipt.reason is None:
             return
         error = _ERROR_OF_REASON.get(receipt.reason, CartridgeNotServed)

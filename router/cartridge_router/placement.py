@@ -64,9 +64,13 @@ class Placement:
 
 
 class _Hindrance(Exception):
-    """Why one replica cannot take a request, with the error if that is the reason of all."""
+    """Why one replica cannot take a request.
 
-    def __init__(self, text: str, error: RouterError | None = None) -> None:
+    `error` is the answer if no replica can ever take it; `None` for what passes (a replica that is
+    away, or not registered yet).
+    """
+
+    def __init__(self, text: str, error: type[RouterError] | None = None) -> None:
         super().__init__(text)
         self.text = text
         self.error = error
@@ -94,9 +98,9 @@ class Placer:
 
         Raises:
             UnknownModel: no replica serves the model.
-            IncompatibleCartridge: every replica that could serve lacks what the Cartridge needs.
-            ContextTooLong: the Cartridges fill the context of every replica that could serve.
-            NoEligibleReplica: none is able, for other reasons.
+            IncompatibleCartridge: no replica of the model has what the Cartridge needs.
+            ContextTooLong: the Cartridges fill the context of every replica of the model.
+            NoEligibleReplica: none is able now, and one that is away may be.
             AllReplicasSaturated: all that are able are at their limit.
         """
         hindrances: dict[ReplicaId, _Hindrance] = {}
@@ -134,10 +138,10 @@ class Placer:
         )
 
     def _check(self, replica: Replica, request: ParsedRequest, selection: Selection) -> None:
+        if replica.models and request.model not in replica.models:
+            raise _Hindrance(f"does not serve {request.model}", UnknownModel)
         if not replica.is_healthy:
             raise _Hindrance("unhealthy")
-        if request.model not in replica.models:
-            raise _Hindrance(f"does not serve {request.model}")
         if not selection.cartridges:
             return
         registration = self._map.registration(replica.replica)
@@ -148,14 +152,14 @@ class Placer:
                 mismatches = incompatibilities(cartridge.manifest, registration.engine)
                 if mismatches:
                     text = f"{cartridge.manifest.alias}: {mismatches[0]}"
-                    raise _Hindrance(text, IncompatibleCartridge(text, param=FIELD_CARTRIDGE_IDS))
+                    raise _Hindrance(text, IncompatibleCartridge)
         limit = replica.models[request.model]
         if limit is not None and selection.num_tokens + 1 >= limit:
-            text = (
+            raise _Hindrance(
                 f"the Cartridges have {selection.num_tokens} tokens; the context of "
-                f"{request.model} holds {limit}, prompt and answer included"
+                f"{request.model} holds {limit}, prompt and answer included",
+                ContextTooLong,
             )
-            raise _Hindrance(text, ContextTooLong(text, param=FIELD_CARTRIDGE_IDS))
 
     def _check_unregistered(self, replica: Replica) -> None:
         """A replica without a lease: away from the fleet, or there is no map to say so."""
@@ -173,10 +177,11 @@ class Placer:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refusal.reasons.items())
         if refusal.kind is RefusalKind.SATURATED:
             return AllReplicasSaturated(f"all replicas are busy ({reasons})")
-        for hindrance in hindrances.values():
-            if hindrance.error is not None:
-                return hindrance.error
-        knows_models = any(replica.models for replica in self._fleet.replicas)
-        if knows_models and not self._fleet.serves(request.model):
-            return UnknownModel(f"no replica serves the model {request.model!r}", param="model")
+        lasting = [h for h in hindrances.values() if h.error is not None]
+        if len(lasting) == len(self._fleet.replicas):
+            for hindrance in lasting:
+                if hindrance.error is not None and hindrance.error is not UnknownModel:
+                    return hindrance.error(hindrance.text, param=FIELD_CARTRIDGE_IDS)
+            if lasting:
+                return UnknownModel(f"no replica serves the model {request.model!r}", param="model")
         return NoEligibleReplica(f"no replica can serve this request ({reasons or 'none is set'})")

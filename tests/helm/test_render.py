@@ -284,6 +284,13 @@ def test_settings_are_copied_verbatim_and_a_change_restarts_the_gateway() -> Non
     assert len(set(checksums)) == 2
 
 
+def test_kubernetes_sets_no_settings() -> None:
+    """No pod gets the service variables that are spelled like the gateway's settings."""
+    for kind in ("Deployment", "StatefulSet"):
+        pod = only(render(minimal()), kind)["spec"]["template"]["spec"]
+        assert pod["enableServiceLinks"] is False
+
+
 @pytest.mark.parametrize("case", CI_FILES, ids=lambda path: path.stem)
 def test_settings_of_every_case_are_settings_of_the_gateway(case: Path, tmp_path: Path) -> None:
     """The gateway itself accepts the settings of each shipped example."""

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from cartridge_proto.store import LocalStore
-from cartridge_router.app import running_gateway
+from cartridge_router.app import kept_running, running_gateway
 from cartridge_router.settings import Settings
 from tests.loadtest.cartridge_requests import until
 from tests.loadtest.replica_client import StartReplica
@@ -76,3 +76,23 @@ async def test_records_count_only_with_the_gateway_s_key(
         assert await gateway.metric("cartridge_router_rejected_records_total") > 0
         reply = await gateway.post(CHAT, {"model": "sample", "cartridge_ids": ["harbour-rules@1"]})
         assert reply.status == 503
+
+
+async def test_a_job_that_fails_is_begun_again(caplog: pytest.LogCaptureFixture) -> None:
+    """An unforeseen error in the background is logged, and the job goes on."""
+    runs: list[int] = []
+    is_back = asyncio.Event()
+
+    async def job() -> None:
+        runs.append(len(runs))
+        if len(runs) == 1:
+            raise RuntimeError("unforeseen")
+        is_back.set()
+
+    task = asyncio.create_task(kept_running(job, pause_s=0.0))
+    async with asyncio.timeout(10):
+        await is_back.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "unforeseen" in caplog.text

@@ -41,6 +41,36 @@ async def test_a_cartridge_of_another_model_is_a_409_that_names_the_field(
     assert CHAT not in [request.path for request in clients[0].replica.requests]
 
 
+async def test_a_compatible_replica_that_is_away_makes_it_a_503(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """A 409 says never; while the replica that fits is only unhealthy, the answer is: later."""
+    identity = engine_of(put_cartridge(store))
+    other = msgspec.structs.replace(
+        identity, geometry=msgspec.structs.replace(identity.geometry, num_kv_heads=4)
+    )
+    clients = [
+        await start_replica(
+            dataclasses.replace(
+                quick_settings(store, redis_url), replica=ReplicaId(f"sim-{index}"), identity=who
+            )
+        )
+        for index, who in enumerate([other, identity])
+    ]
+    gateway = await start_fleet(start_gateway, clients, store, redis_url)
+    assert (await gateway.ask(ALIAS)).status == 200
+    await clients[1].replica.stop()
+
+    async def is_away() -> bool:
+        return (await gateway.ask(ALIAS)).status == 503
+
+    await until_true(is_away, "the replica that fits is seen to be away")
+    reply = await gateway.ask(ALIAS)
+    assert (reply.status, reply.error["code"]) == (503, "no_eligible_replica")
+    assert "geometry.num_kv_heads" in reply.error["message"]
+    assert "Retry-After" in reply.headers
+
+
 async def test_a_request_goes_to_the_replica_that_fits(
     start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
 ) -> None:

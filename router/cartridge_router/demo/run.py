@@ -6,6 +6,7 @@ differed.
 
 import contextlib
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -59,11 +60,14 @@ def run_demo(*, engine: str, documents: Path | None, out: Path, must_stay: bool)
             console.print(f"[red]{problem}[/]")
         console.print(f"results: {out}   {time.monotonic() - started_s:.0f} s in all")
         console.print("demo: failed" if problems else "demo: ok")
+        if not problems:
+            shutil.rmtree(work)
         return 1 if problems else 0
     except DemoFailed as error:
         console.print(f"[red]{error}[/]\ndemo: failed")
         return 1
     except KeyboardInterrupt:
+        shutil.rmtree(work, ignore_errors=True)
         console.print("\nstopped; nothing is left running")
         return 130
 
