@@ -25,7 +25,8 @@ up: setup ## Start the same and stay, with a curl line to try
 test: setup check ## Everything CI runs: checks, unit and integration tests
 	@$(BIN)/python -m pytest tests
 
-test-all: test ## The same, and slow suites (none yet)
+test-all: test ## The same, and slow suites (the demo with its own engines)
+	@$(BIN)/python -m pytest tests -m slow
 
 check: setup lint types imports ## Format, lint, types, import contracts, generated files
 	@$(BIN)/python -m pytest -q tests/architecture/test_generated.py
