@@ -10,7 +10,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -45,8 +45,8 @@ class EngineKit(Protocol):
         """Start one replica."""
         ...
 
-    def build(self) -> Iterator[str]:
-        """Build all Cartridges; yields a line for each."""
+    def build(self) -> Generator[str]:
+        """Build all Cartridges; yields a line for each. Close it to stop."""
         ...
 
 
@@ -82,7 +82,7 @@ class VllmKit:
         )
         stack.start(name, command, ENGINE_ENVIRONMENT)
 
-    def build(self) -> Iterator[str]:
+    def build(self) -> Generator[str]:
         """One prefill for each document: as a system turn, and the first also as raw text."""
         yield from self._build(self._asked, ConventionKind.SYSTEM_TURN, lambda name: name)
         yield from self._build(self._asked[:1], ConventionKind.DOCUMENT, text_name)
@@ -92,7 +92,7 @@ class VllmKit:
         asked: Sequence[Question],
         convention: ConventionKind,
         name_of: Callable[[str], str],
-    ) -> Iterator[str]:
+    ) -> Generator[str]:
         arguments = ["cartridge", "build", "--json", "--model", str(self._model_dir)]
         arguments += ["--model-name", MODEL_NAME, "--store", str(self.store)]
         arguments += ["--convention", convention.value]
@@ -131,7 +131,7 @@ class SimulatedKit:
         command += ["--max-model-len", str(MAX_MODEL_LEN)]
         stack.start(name, command, {})
 
-    def build(self) -> Iterator[str]:
+    def build(self) -> Generator[str]:
         """Name what `prepare` wrote."""
         for alias, digest in LocalStore(self.store).aliases().items():
             yield f"  {alias}  {digest}"
@@ -144,7 +144,7 @@ KITS: dict[str, Callable[[Path, Sequence[Question]], EngineKit]] = {
 """Kinds of replicas by the name that `--engine` uses."""
 
 
-def _run(*arguments: str) -> Iterator[str]:
+def _run(*arguments: str) -> Generator[str]:
     """Lines of a `cartridge-router` subcommand that needs torch, as they come.
 
     Raises:
@@ -159,9 +159,14 @@ def _run(*arguments: str) -> Iterator[str]:
     ) as process:
         assert process.stdout is not None  # noqa: S101 - it is a pipe
         said = []
-        for line in process.stdout:
-            said.append(line.rstrip())
-            yield said[-1]
+        try:
+            for line in process.stdout:
+                said.append(line.rstrip())
+                yield said[-1]
+        except BaseException:
+            # Interrupted, or nobody reads on: the child must not outlive the demo.
+            process.kill()
+            raise
     if process.returncode != 0:
         raise DemoFailed(f"{' '.join(arguments[:2])}:\n" + "\n".join(said[-15:]))
 

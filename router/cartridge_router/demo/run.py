@@ -103,8 +103,11 @@ def _start(stack: Stack, kit: engines.EngineKit, redis_url: str, steps: _Steps) 
         replicas.append(f"replica-{index}=http://127.0.0.1:{port}")
     port = free_port(GATEWAY_PORT)
     gateway = f"http://127.0.0.1:{port}"
-    with steps.waiting("cartridges: one prefill for each document, while the replicas start"):
-        for line in kit.build():
+    with (
+        steps.waiting("cartridges: one prefill for each document, while the replicas start"),
+        contextlib.closing(kit.build()) as lines,
+    ):
+        for line in lines:
             steps.say(line)
     command = [sys.executable, "-m", "cartridge_router", "serve", "--port", str(port)]
     command += ["--replicas", ",".join(replicas), "--redis-url", redis_url]
