@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cartridge_engine_ext.build import Builder, Built, Source
 from cartridge_proto import names
-from cartridge_proto.manifest import ConventionKind
+from cartridge_proto.manifest import ConventionKind, Manifest, PositionLayout
 from cartridge_proto.store import LocalStore
 from cartridge_router.demo.stack import MODEL_NAME, Process
 
@@ -155,6 +155,12 @@ class Fleet:
         self.wait_for_catalog(f"{name}@1", built.digest)
         return built
 
+    def put_manifest(self, manifest: Manifest) -> None:
+        """Store and name a manifest whose blobs are there."""
+        digest = self.store.put_manifest(manifest)
+        self.store.set_alias(manifest.alias, digest)
+        self.wait_for_catalog(manifest.alias, digest)
+
     def wait_for_catalog(self, alias: str, digest: str) -> None:
         """Wait until the gateway has seen what an alias stands for now."""
         give_up_s = time.monotonic() + 30
@@ -221,31 +227,46 @@ def document_tokens(num_tokens: int, seed: int) -> list[int]:
 class DenseReference:
     """Ordered compositions computed by transformers with a block-diagonal mask.
 
-    Each segment sees itself only; live tokens see everything. Positions run on over all tokens.
+    Each segment sees itself only and stands where its layout says; live tokens see everything, and
+    their positions go on from the sum of all lengths.
     """
 
     def __init__(self, model_dir: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
     def logprobs(
-        self, segments: Sequence[Sequence[int]], live: Sequence[int], answer: Sequence[int]
+        self,
+        segments: Sequence[Sequence[int]],
+        live: Sequence[int],
+        answer: Sequence[int],
+        layout: PositionLayout = PositionLayout.SEQUENTIAL,
     ) -> tuple[list[int], list[float]]:
         """Greedy choices after each step of an answer, and the logprobs of its tokens."""
         ids = [token for segment in segments for token in segment] + [*live, *answer]
-        num_prefix = sum(len(segment) for segment in segments)
+        total = sum(len(segment) for segment in segments)
         visible = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
         start = 0
         for segment in segments:
             visible[start : start + len(segment), :start] = False
             start += len(segment)
+        offsets = {
+            PositionLayout.SHARED_LOCAL: [0] * len(segments),
+            PositionLayout.SEQUENTIAL: [sum(map(len, segments[:i])) for i in range(len(segments))],
+            PositionLayout.END_ALIGNED: [total - len(segment) for segment in segments],
+        }[layout]
+        positions = [
+            offset + place
+            for offset, segment in zip(offsets, segments, strict=True)
+            for place in range(len(segment))
+        ] + list(range(total, len(ids)))
         mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
         with torch.inference_mode():
             logits = self._model(
                 torch.tensor([ids]),
                 attention_mask=mask[None, None],
-                position_ids=torch.arange(len(ids))[None],
+                position_ids=torch.tensor([positions]),
                 use_cache=False,
             ).logits[0]
-        steps = torch.log_softmax(logits[num_prefix + len(live) - 1 : -1], -1)
+        steps = torch.log_softmax(logits[total + len(live) - 1 : -1], -1)
         chosen = steps.gather(1, torch.tensor(list(answer))[:, None])[:, 0]
         return steps.argmax(-1).tolist(), chosen.tolist()
