@@ -166,12 +166,6 @@ class ArtifactPool:
                 raise Refusal(FailureReason.INTERNAL, f"{digest}: its load ended with nothing")
             return entry.artifact, entry.load_s
 
-    def load_seconds(self, digest: Digest) -> float:
-        """Seconds that fetching and verifying took."""
-        with self._lock:
-            entry = self._entries.get(digest)
-            return entry.load_s if entry is not None else 0.0
-
     def adopt(self, artifact: Artifact) -> None:
         """Take in an artifact that did not come from the store (the self-test's)."""
         with self._lock:

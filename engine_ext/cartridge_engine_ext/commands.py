@@ -107,7 +107,11 @@ class PrepareModelCommand:
         """Convert once; prints the folder."""
         from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_model
 
-        print(prepare_demo_model(args.out or default_model_dir()))
+        try:
+            print(prepare_demo_model(args.out or default_model_dir()))
+        except OSError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         return 0
 
 

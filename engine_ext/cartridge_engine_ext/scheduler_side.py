@@ -128,7 +128,7 @@ class SchedulerSide:
         placeholder_token_id: int,
         gate: SelfTestGate,
         publish_receipt: Callable[[Receipt], None],
-        on_captured: Callable[[str, Any], None],
+        on_captured: Callable[[Any], None],
     ) -> None:
         self._pool = pool
         self._engine = engine
@@ -208,8 +208,8 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if isinstance(tracked, _VirtualRequest):
                 self._note_result(tracked, result)
-        for request_id, tensors in report.captured.items():
-            self._on_captured(request_id, tensors)
+        for tensors in report.captured.values():
+            self._on_captured(tensors)
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
         """Give back what a request used; returns what goes into a non-streamed answer."""

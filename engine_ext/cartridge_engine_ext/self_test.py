@@ -55,9 +55,7 @@ The same KV is read both times, so only the order of float32 sums differs (seen:
 precision the live tokens' rounding can differ with the batch shape: a few units in the last place.
 """
 
-
 Captured = Sequence[tuple[torch.Tensor, torch.Tensor]]
-
 
 RELATIVE_KEY_TOLERANCES = {"F32": 1e-4, "BF16": 2**-7, "F16": 2**-10}
 """Largest allowed difference of a moved key, as a part of the largest key, by KV dtype.
@@ -101,7 +99,7 @@ def run_self_test(
     *,
     engine: EngineIdentity,
     vocab_size: int,
-    complete: Callable[[list[int], dict[str, Any] | None], Answer],
+    complete: Callable[[list[int], dict[str, Any]], Answer],
     capture: Callable[[list[int], int], tuple[Answer, Captured]],
     adopt: Callable[[Artifact], None],
     discard: Callable[[Digest], object],
@@ -112,7 +110,7 @@ def run_self_test(
     Args:
         engine: what is tested.
         vocab_size: token ids are drawn below it.
-        complete: answers a prompt, with or without `kv_transfer_params.cartridges`.
+        complete: answers a prompt behind the prefix of a `kv_transfer_params.cartridges`.
         capture: answers a prompt and reads its first positions back from the KV cache.
         adopt: makes an artifact usable on this engine.
         discard: takes it away again.

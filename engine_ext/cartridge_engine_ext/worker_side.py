@@ -19,7 +19,6 @@ from cartridge_engine_ext.load_plan import (
     LoadPlan,
     LoadReport,
     LoadResult,
-    Segment,
     TensorReference,
 )
 from cartridge_engine_ext.sealed_memory import map_memory
@@ -117,18 +116,14 @@ class WorkerSide:
                 keys, values = [], []
                 for part in rows:
                     segment = load.segments[part.index]
-                    key, value = self._segment_rows(mappings, segment, index)
-                    keys.append(key[:, part.begin : part.end])
-                    values.append(value[:, part.begin : part.end])
+                    key = mappings.tensor(segment.keys[index])[:, part.begin : part.end]
+                    value = mappings.tensor(segment.values[index])[:, part.begin : part.end]
+                    keys.append(
+                        relocate_keys(key, segment.num_positions, self._inverse_frequencies)
+                    )
+                    values.append(value)
                 size_bytes += self._write_layer(layer, keys, values, slots)
         return size_bytes
-
-    def _segment_rows(
-        self, mappings: "_Mappings", segment: Segment, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = mappings.tensor(segment.keys[layer])
-        value = mappings.tensor(segment.values[layer])
-        return relocate_keys(key, segment.num_positions, self._inverse_frequencies), value
 
     def _write_layer(
         self,

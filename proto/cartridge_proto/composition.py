@@ -15,7 +15,6 @@ from cartridge_proto.manifest import MAX_TOKENS, ModelIdentity, PositionLayout
 from cartridge_proto.names import DOMAIN_COMPOSITION, DOMAIN_FINGERPRINT
 
 MAX_ITEMS = 64
-DEFAULT_SCOPE = "public"
 
 RequestIdText = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,128}" + END)]
 ScopeText = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}" + END)]

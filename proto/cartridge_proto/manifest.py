@@ -15,7 +15,6 @@ import msgspec
 from cartridge_proto.canonical_json import decode_strict, encode_canonical
 from cartridge_proto.digest import END, Digest, DigestText, sha256_digest
 
-SCHEMA_VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_TOKENS = 1 << 22
 

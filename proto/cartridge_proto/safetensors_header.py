@@ -9,6 +9,7 @@ Source: safetensors format, https://github.com/huggingface/safetensors#format
 from typing import Any
 
 from cartridge_proto.canonical_json import decode_strict
+from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import ITEM_BYTES, Manifest
 
 MAX_HEADER_BYTES = 1 << 20
@@ -19,9 +20,9 @@ class InvalidPayload(ValueError):
 
 
 def check_blob(manifest: Manifest, digest: str, data: bytes | memoryview) -> None:
-    """Check that blob `digest` of a manifest, given whole, has exactly the described tensors.
+    """Check that blob `digest` of a manifest, given whole, holds exactly the described tensors.
 
-    The digest of `data` itself is the caller's to check.
+    Tensors are hashed; the digest of `data` itself is the caller's to check.
 
     Raises:
         InvalidPayload: naming the first tensor, or the part of the header, that is wrong.
@@ -45,6 +46,10 @@ def check_blob(manifest: Manifest, digest: str, data: bytes | memoryview) -> Non
         position = end + header_end
     if position != len(data):
         raise InvalidPayload(f"{len(data)} bytes; the tensors end at {position}")
+    view = memoryview(data)
+    for name, tensor in expected.items():
+        if sha256_digest(view[slice(*tensor.byte_range)]) != tensor.sha256:
+            raise InvalidPayload(f"tensor {name}: its bytes do not hash to tensors.{name}.sha256")
 
 
 def tensor_ranges(data: bytes | memoryview) -> dict[str, tuple[int, int]]:

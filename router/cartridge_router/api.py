@@ -90,6 +90,7 @@ class Api:
         with TRACER.start_as_current_span(names.SPAN_REQUEST, kind=SpanKind.SERVER) as span:
             try:
                 data = await self._read_body(request)
+                read_s = time.monotonic()
                 parsed = parse_request(route, data, request.headers)
                 tenant = self._authorise()
                 selection = self._services.selector.select(parsed, tenant)
@@ -99,7 +100,7 @@ class Api:
                 span.set_attribute(names.ATTR_REPLICA, placement.replica)
                 span.set_attribute(names.ATTR_DECISION, placement.reason)
                 outgoing = self._outgoing(request, parsed, selection, placement, request_id, tenant)
-                overhead_s = time.monotonic() - started_s
+                overhead_s = time.monotonic() - read_s
                 exchange.headers.update(_told(selection, placement, outgoing, overhead_s))
                 self._services.metrics.overhead_seconds.observe(overhead_s)
                 response = await self._services.forwarder.forward(request, outgoing, exchange)
@@ -107,6 +108,11 @@ class Api:
             except RouterError as error:
                 status = error.status
                 response = error_response(error, exchange.headers)
+            except ConnectionError:
+                raise  # the client's own: nobody is answered
+            except Exception:
+                status = RouterError.status
+                raise
             finally:
                 self._count(route, selection, status, exchange, started_s)
         return response
@@ -119,6 +125,8 @@ class Api:
             return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise RequestTooLarge(f"the body is over the limit of {limit} bytes") from error
+        except web.RequestPayloadError as error:
+            raise InvalidRequest(f"the body cannot be read: {error}") from error
 
     def _authorise(self) -> str:
         """The tenant of a request: the one of the settings, until there are API keys."""
@@ -175,18 +183,11 @@ class Api:
     async def explain(self, request: web.Request) -> web.Response:
         """The dry run: the same steps, nothing forwarded; all terms for all replicas."""
         try:
+            route = _explained_route(request)
             data = await self._read_body(request)
-            route = Route(request.query.get("route", Route.CHAT.value))
             parsed = parse_request(route, data, request.headers)
             selection = self._services.selector.select(parsed, self._authorise())
             placement = self._services.placer.place(parsed, selection)
-        except ValueError:
-            return error_response(
-                InvalidRequest(
-                    f"route: must be {Route.CHAT} or {Route.COMPLETIONS}", param="route"
-                ),
-                {},
-            )
         except RouterError as error:
             return error_response(error, {})
         return json_response(
@@ -298,6 +299,13 @@ def _told(
         told[names.HEADER_DIGEST] = outgoing.composition
         told[names.HEADER_TIER] = placement.tier.value
     return told
+
+
+def _explained_route(request: web.Request) -> Route:
+    route = request.query.get("route", Route.CHAT)
+    if route not in (Route.CHAT, Route.COMPLETIONS):
+        raise InvalidRequest(f"route: must be {Route.CHAT} or {Route.COMPLETIONS}", param="route")
+    return Route(route)
 
 
 def _shown(candidate: Candidate) -> dict[str, Any]:

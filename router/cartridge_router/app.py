@@ -33,6 +33,8 @@ Job = Callable[[], Coroutine[None, None, None]]
 """What runs beside the server until it is cancelled."""
 
 RESTART_S = 1.0
+FIRST_LOOK_S = 3.0
+"""How long the first probes may keep the gateway from listening: engines may be busy."""
 RECEIPT_WAIT_S = 1.0
 """How long a failed request waits for the receipt that explains it."""
 ENGINE_KEEPALIVE_S = 3.0
@@ -46,7 +48,9 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         services, jobs = _construct(settings, key, session)
         await services.catalog.refresh()
-        await asyncio.gather(*(services.fleet.probe(r) for r in services.fleet.replicas))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LOOK_S):
+                await asyncio.gather(*(services.fleet.probe(r) for r in services.fleet.replicas))
         running = [asyncio.create_task(kept_running(job)) for job in jobs]
         try:
             yield services

@@ -1,4 +1,4 @@
-"""The command line: `cartridge-router serve | demo | up | cartridge … | config …`.
+"""The command line: `cartridge-router serve | demo | cartridge … | config … | …`.
 
 Owns arguments and printed output. Refuses to import torch or vllm: commands that need them come
 from the entry-point group `cartridge_router.commands`.

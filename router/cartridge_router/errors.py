@@ -12,7 +12,7 @@ RouterError
 ├── ContextTooLong            422  with the numbers
 ├── AllReplicasSaturated      429  Retry-After
 ├── NoEligibleReplica         503  Retry-After
-├── CartridgeNotServed        503  the engine refused or failed the virtual prefix
+├── CartridgeNotServed        503  Retry-After; the engine did not serve the virtual prefix
 ├── UpstreamUnavailable       502  Retry-After
 └── UpstreamTimeout           504
 

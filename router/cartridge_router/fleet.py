@@ -87,10 +87,6 @@ class Fleet:
         """Base URL of a replica."""
         return self._replicas[replica].url
 
-    def serves(self, model: str) -> bool:
-        """Whether any replica has ever said that it serves a model."""
-        return any(model in replica.models for replica in self._replicas.values())
-
     @contextlib.contextmanager
     def in_flight(self, replica: ReplicaId) -> Iterator[None]:
         """Count one request for as long as the block runs."""
@@ -129,8 +125,6 @@ class Fleet:
                 answer.raise_for_status()
                 listed = msgspec.json.decode(await answer.read(), type=_ModelList)
             replica.models = {entry.id: entry.max_model_len for entry in listed.data}
-            if replica.has_extension is None and self._must_probe_extension(replica.replica):
-                replica.has_extension = await self._find_extension(replica)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             replica.num_failures += 1
             if replica.num_failures >= self._num_failures and replica.is_healthy:
@@ -142,21 +136,27 @@ class Fleet:
         if not replica.is_healthy:
             logger.info("replica %s is healthy, serves %s", replica.replica, list(replica.models))
         replica.is_healthy = True
+        if replica.has_extension is None and self._must_probe_extension(replica.replica):
+            replica.has_extension = await self._find_extension(replica)
 
     async def _find_extension(self, replica: Replica) -> bool | None:
         """Tell an engine with the extension from a stock one, which ignores Cartridges silently.
 
         The question carries an empty message: the extension fails it, a stock engine answers. The
-        same question without the message must be answered, or the failure says nothing.
+        same question without the message must be answered, or the failure says nothing. `None` when
+        nothing was learned: a replica that is slow to answer is well all the same.
         """
         model = next(iter(replica.models), None)
         if model is None:
             return None
         plain = {"model": model, "prompt": [0], "max_tokens": 1}
-        if await self._status_of(replica, plain) != http.HTTPStatus.OK:
-            return None
         asked = {**plain, FIELD_KV_TRANSFER_PARAMS: {FIELD_CARTRIDGES: {}}}
-        has_extension = _SHOWN_BY.get(await self._status_of(replica, asked))
+        try:
+            if await self._status_of(replica, plain) != http.HTTPStatus.OK:
+                return None
+            has_extension = _SHOWN_BY.get(await self._status_of(replica, asked))
+        except (aiohttp.ClientError, TimeoutError):
+            return None
         logger.info("replica %s: has the Cartridge extension: %s", replica.replica, has_extension)
         return has_extension
 

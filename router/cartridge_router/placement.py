@@ -153,7 +153,7 @@ class Placer:
                 if mismatches:
                     text = f"{cartridge.manifest.alias}: {mismatches[0]}"
                     raise _Hindrance(text, IncompatibleCartridge)
-        limit = replica.models[request.model]
+        limit = replica.models.get(request.model)
         if limit is not None and selection.num_tokens + 1 >= limit:
             raise _Hindrance(
                 f"the Cartridges have {selection.num_tokens} tokens; the context of "

@@ -45,7 +45,6 @@ class Route(StrEnum):
 class _Fields(msgspec.Struct):
     model: str
     cartridge_ids: list[str] | None = None
-    stream: bool | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
 
@@ -58,7 +57,6 @@ class ParsedRequest:
     body: JsonBody
     model: str
     cartridge_ids: tuple[str, ...] | None
-    is_stream: bool
     num_live_tokens: int
     """Estimate from the body's size."""
 
@@ -91,7 +89,6 @@ def parse_request(route: Route, data: bytes, headers: Mapping[str, str]) -> Pars
         body=body,
         model=fields.model,
         cartridge_ids=cartridge_ids,
-        is_stream=bool(fields.stream),
         num_live_tokens=len(data) // BYTES_PER_TOKEN,
     )
 

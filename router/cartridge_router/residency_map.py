@@ -216,12 +216,10 @@ class RedisReader:
         url: str,
         residency: ResidencyMap,
         on_receipt: Callable[[Receipt], None],
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._url = url
         self._map = residency
         self._on_receipt = on_receipt
-        self._on_change = on_change
 
     async def run(self) -> None:
         """Read until cancelled; reconnects for ever."""
@@ -263,7 +261,6 @@ class RedisReader:
                     self._take(name, values.get(STREAM_FIELD.encode(), b""))
             if is_whole:
                 self._map.mark_synced()
-            self._on_change()
 
     def _take(self, stream: str, data: bytes) -> None:
         if stream == REDIS_CHANGES:

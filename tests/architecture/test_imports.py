@@ -140,3 +140,13 @@ def test_every_module_says_what_it_owns() -> None:
         if ast.get_docstring(ast.parse(file.read_text("utf-8"))) is None
     ]
     assert silent == []
+
+
+def test_no_file_of_ours_is_read_with_pickle() -> None:
+    """Stored bytes are safetensors and JSON: what can run code while it is read is not imported."""
+    forbidden = re.compile(
+        r"^\s*(?:import|from) (?:pickle|marshal|shelve|joblib)\b|torch\.load\(", re.M
+    )
+    files = [file for file in sources() if ROOT / "tests" not in file.parents]
+    assert files
+    assert [file for file in files if forbidden.search(file.read_text("utf-8"))] == []

@@ -66,7 +66,7 @@ class Engine:
     gate: SelfTestGate
     side: SchedulerSide
     receipts: list[Receipt]
-    captured: list[tuple[str, Any]] = field(default_factory=list)
+    captured: list[Any] = field(default_factory=list)
 
     def put(self, **sample: Any) -> tuple[Digest, Manifest]:
         """Store a sample artifact."""
@@ -146,7 +146,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     pool = ArtifactPool(store=store, engine=ENGINE, capacity_bytes=1 << 20, num_loaders=2)
     gate = SelfTestGate(token=TOKEN, is_open=True, immovable=None)
     receipts: list[Receipt] = []
-    captured: list[tuple[str, Any]] = []
+    captured: list[Any] = []
     side = SchedulerSide(
         pool=pool,
         engine=ENGINE,
@@ -155,7 +155,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         placeholder_token_id=PLACEHOLDER,
         gate=gate,
         publish_receipt=receipts.append,
-        on_captured=lambda request_id, tensors: captured.append((request_id, tensors)),
+        on_captured=captured.append,
     )
     yield Engine(store, pool, gate, side, receipts, captured)
     store.gate.set()
@@ -623,5 +623,5 @@ def test_the_self_test_reads_positions_back_once(engine: Engine) -> None:
         engine.side.after_allocation(request, [4, 6], 0)
     assert engine.side.take_plan().captures == [Capture(request.request_id, 2, (4, 6))]
     engine.side.take_report(LoadReport(captured={request.request_id: []}))
-    assert engine.captured == [(request.request_id, [])]
+    assert engine.captured == [[]]
     assert engine.side.finish(request) is None

@@ -50,7 +50,7 @@ def side(tmp_path: Path) -> Iterator[SchedulerSide]:
         placeholder_token_id=PLACEHOLDER,
         gate=SelfTestGate(is_open=True, immovable=None),
         publish_receipt=lambda receipt: None,
-        on_captured=lambda request_id, tensors: None,
+        on_captured=lambda tensors: None,
     )
     pool.close()
 

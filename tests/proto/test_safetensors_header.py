@@ -60,6 +60,15 @@ def test_metadata_is_allowed_and_ignored() -> None:
     check_blob(manifest, DIGEST, blob)
 
 
+def test_each_tensor_hashes_to_its_digest() -> None:
+    """A manifest whose tensor digest is another's names the tensor."""
+    name = "layers.0.v"
+    wrong = msgspec.structs.replace(MANIFEST.tensors[name], sha256=DIGEST)
+    manifest = msgspec.structs.replace(MANIFEST, tensors={**MANIFEST.tensors, name: wrong})
+    with pytest.raises(InvalidPayload, match=r"tensors\.layers\.0\.v\.sha256"):
+        check_blob(manifest, DIGEST, BLOB)
+
+
 def _shifted(manifest: Manifest, shift: int) -> Manifest:
     tensors = {
         name: msgspec.structs.replace(

@@ -327,3 +327,9 @@ async def test_round_robin_takes_turns(
     gateway = await start_gateway(settings)
     asked = [(await gateway.ask()).headers["x-cartridge-replica"] for _ in range(6)]
     assert asked == ["sim-0", "sim-1", "sim-2"] * 2
+
+
+async def test_a_body_that_cannot_be_unpacked_is_a_400(fleet: Gateway) -> None:
+    """Bytes that are not in the encoding they claim are the client's fault."""
+    reply = await fleet.post_bytes(CHAT, b"not gzip", {"Content-Encoding": "gzip"})
+    assert (reply.status, reply.error["code"]) == (400, "invalid_request")

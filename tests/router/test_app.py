@@ -7,13 +7,16 @@ import pytest
 import redis
 
 from cartridge_proto.store import LocalStore
+from cartridge_router import app
 from cartridge_router.app import kept_running, running_gateway
+from cartridge_router.selection import Selector
 from cartridge_router.settings import Settings
 from tests.loadtest.cartridge_requests import until
 from tests.loadtest.replica_client import StartReplica
 from tests.router.fleets import named, start_replicas
 from tests.router.gateway_client import CHAT, Gateway, quick_gateway
 from tests.router.stored_cartridges import put_cartridge
+from tests.router.stub_engine import StartStub, never_answer
 
 KEY = b"residency key of the tests"
 
@@ -76,6 +79,36 @@ async def test_records_count_only_with_the_gateway_s_key(
         assert await gateway.metric("cartridge_router_rejected_records_total") > 0
         reply = await gateway.post(CHAT, {"model": "sample", "cartridge_ids": ["harbour-rules@1"]})
         assert reply.status == 503
+
+
+async def test_a_busy_engine_does_not_keep_the_gateway_from_listening(
+    session: aiohttp.ClientSession,
+    start_stub: StartStub,
+    store: LocalStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that is well and does not answer the extension's question in time is served."""
+    monkeypatch.setattr(app, "FIRST_LOOK_S", 0.2)
+    stub = await start_stub(never_answer)
+    async with asyncio.timeout(10):
+        async with running_gateway(quick_gateway(stub.url, store=store), None) as url:
+            assert (await Gateway(session, url).get("/ready")).status == 200
+
+
+async def test_an_unforeseen_error_is_counted_as_the_gateway_s(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the gateway is a 500, not a client that went away."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(Selector, "select", fail)
+    async with running_gateway(quick_gateway(), None) as url:
+        gateway = Gateway(session, url)
+        assert (await gateway.ask()).status == 500
+        assert await gateway.metric("cartridge_router_requests_total", status="500") == 1
+        assert await gateway.metric("cartridge_router_requests_total") == 1
 
 
 async def test_a_job_that_fails_is_begun_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -58,11 +58,9 @@ async def test_a_probe_learns_the_models(
     client = await start_replica(quick_settings(None))
     fleet = fleet_of(session, client.url)
     assert not only(fleet).is_healthy
-    assert not fleet.serves(MODEL)
     await fleet.probe(only(fleet))
     assert only(fleet).is_healthy
     assert only(fleet).models == {MODEL: 8192}
-    assert fleet.serves(MODEL)
 
 
 async def test_it_takes_several_failures_to_be_unhealthy(
@@ -189,6 +187,24 @@ async def test_an_engine_that_refuses_everything_has_not_shown_the_extension(
     fleet = fleet_of(session, stub.url, must_probe=True)
     await fleet.probe(only(fleet))
     assert only(fleet).is_healthy
+    assert only(fleet).has_extension is None
+
+
+async def test_an_engine_that_breaks_off_the_question_is_well_all_the_same(
+    session: aiohttp.ClientSession, start_stub: StartStub
+) -> None:
+    """Health is what `/health` says; a question without an answer teaches nothing."""
+
+    async def break_off(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    stub = await start_stub(break_off)
+    fleet = fleet_of(session, stub.url, must_probe=True)
+    for _ in range(4):
+        await fleet.probe(only(fleet))
+        assert (only(fleet).is_healthy, only(fleet).num_failures) == (True, 0)
     assert only(fleet).has_extension is None
 
 

@@ -3,20 +3,28 @@
 import asyncio
 import dataclasses
 
+import aiohttp
 import msgspec
 import pytest
 
+from cartridge_policies.cartridge_aware import CartridgeAware
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.residency import ReplicaId
 from cartridge_proto.store import LocalStore
+from cartridge_router.catalog import Cartridge
+from cartridge_router.fleet import Fleet
+from cartridge_router.placement import Placer
+from cartridge_router.request import Route, parse_request
+from cartridge_router.residency_map import ResidencyMap
+from cartridge_router.selection import SelectedBy, Selection
 from cartridge_router.settings import PlacementSettings, ResidencySettings
 from tests.loadtest.replica_client import StartReplica, quick_settings
 from tests.proto.sample_artifact import engine_of
 from tests.router.fleets import named, start_fleet, start_replicas
 from tests.router.gateway_client import CHAT, TEXT, StartGateway, quick_gateway, until_true
 from tests.router.killable_redis import KillableRedis
-from tests.router.stored_cartridges import put_cartridge
+from tests.router.stored_cartridges import digest_of, put_cartridge
 
 ALIAS = "harbour-rules@1"
 
@@ -105,6 +113,36 @@ async def test_cartridges_that_fill_the_context_are_a_422_with_the_numbers(
     assert "99" in reply.error["message"]
     assert "100" in reply.error["message"]
     assert CHAT not in [request.path for request in clients[0].replica.requests]
+
+
+async def test_a_replica_that_names_no_models_may_serve_any(
+    session: aiohttp.ClientSession, store: LocalStore
+) -> None:
+    """An empty model list says nothing of models and limits; the engine decides."""
+    manifest = put_cartridge(store)
+    replica = ReplicaId("r0")
+    fleet = Fleet(
+        {replica: "http://127.0.0.1:9"},
+        session=session,
+        probe_interval_s=1.0,
+        probe_timeout_s=1.0,
+        num_failures=1,
+    )
+    for entry in fleet.replicas:
+        entry.is_healthy = entry.has_extension = True
+    placer = Placer(
+        fleet=fleet,
+        residency=ResidencyMap(key=None, stale_after_s=1.0, fallback_after_s=1.0),
+        policy=CartridgeAware(),
+        max_in_flight=None,
+    )
+    selection = Selection(
+        (Cartridge(digest_of(manifest), manifest),),
+        manifest.composition.position_layout,
+        SelectedBy.EXPLICIT,
+    )
+    request = parse_request(Route.CHAT, b'{"model":"any"}', {})
+    assert placer.place(request, selection).replica == replica
 
 
 async def test_a_prompt_that_does_not_fit_behind_the_cartridge_is_a_422(

@@ -47,7 +47,6 @@ def test_ids_come_from_the_field_else_from_the_header(
 def test_a_null_field_says_nothing() -> None:
     """`null` is like an absent field, as for every optional OpenAI field."""
     assert parsed(cartridge_ids=None).cartridge_ids is None
-    assert parsed(stream=None, echo=None, prompt_logprobs=None).is_stream is False
 
 
 def test_more_cartridges_than_the_limit_are_refused_with_it() -> None:
@@ -93,11 +92,11 @@ def test_echo_that_is_off_is_no_obstacle() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b'{"model":null}', b'{"model":1}', b"{}", b'{"model":"m","stream":"yes"}']
+    "data", [b'{"model":null}', b'{"model":1}', b"{}", b'{"model":"m","echo":"yes"}']
 )
 def test_known_fields_of_another_type_are_refused(data: bytes) -> None:
     """The message says which field."""
-    with pytest.raises(InvalidRequest, match=r"model|stream"):
+    with pytest.raises(InvalidRequest, match=r"model|echo"):
         parse_request(Route.CHAT, data, {})
 
 

@@ -204,7 +204,7 @@ class EvictResponse(_message.Message):
     EVICTED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     evicted: _builtins.bool
-    """False when the artifact is in use or pinned, or was not there."""
+    """False when the artifact is loading, in use or pinned, or was not there; `reason` says which."""
     reason: _builtins.str
     def __init__(
         self,

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class CartridgeControlStub:
-    """Control of one engine's Cartridge data plane. Served by the engine extension on its control
-    address; bound to loopback unless the operator says otherwise.
+    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
+    control address. Callers are not authenticated.
     """
 
     def __init__(self, channel):
@@ -54,8 +54,8 @@ class CartridgeControlStub:
 
 
 class CartridgeControlServicer:
-    """Control of one engine's Cartridge data plane. Served by the engine extension on its control
-    address; bound to loopback unless the operator says otherwise.
+    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
+    control address. Callers are not authenticated.
     """
 
     def Describe(self, request, context):
@@ -106,8 +106,8 @@ def add_CartridgeControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CartridgeControl:
-    """Control of one engine's Cartridge data plane. Served by the engine extension on its control
-    address; bound to loopback unless the operator says otherwise.
+    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
+    control address. Callers are not authenticated.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CartridgeControlStub:
-    """Control of one engine's Cartridge data plane. Served by the engine extension on its control
-    address; bound to loopback unless the operator says otherwise.
+    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
+    control address. Callers are not authenticated.
     """
 
     @_typing.overload
@@ -44,8 +44,8 @@ class CartridgeControlStub:
 
 @_typing.type_check_only
 class CartridgeControlAsyncStub(CartridgeControlStub):
-    """Control of one engine's Cartridge data plane. Served by the engine extension on its control
-    address; bound to loopback unless the operator says otherwise.
+    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
+    control address. Callers are not authenticated.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -57,8 +57,8 @@ class CartridgeControlAsyncStub(CartridgeControlStub):
     """Drop an artifact from the dram tier. One that requests are using stays and is reported."""
 
 class CartridgeControlServicer(metaclass=_abc_1.ABCMeta):
-    """Control of one engine's Cartridge data plane. Served by the engine extension on its control
-    address; bound to loopback unless the operator says otherwise.
+    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
+    control address. Callers are not authenticated.
     """
 
     @_abc_1.abstractmethod
