@@ -218,8 +218,7 @@ class SchedulerSide:
         if isinstance(tracked, _Doomed):
             receipt = self._refused_receipt(tracked)
         elif isinstance(tracked, _VirtualRequest):
-            for digest in tracked.digests:
-                self._pool.release(digest)
+            self._release(tracked)
             has_error = str(request.get_finished_reason()) == "error"
             receipt = self._receipt(tracked, has_error=has_error)
         else:
@@ -228,6 +227,10 @@ class SchedulerSide:
             return None
         self._publish_receipt(receipt)
         return {FIELD_RECEIPT: msgspec.to_builtins(receipt)}
+
+    def _release(self, tracked: _VirtualRequest) -> None:
+        for digest in tracked.digests:
+            self._pool.release(digest)
 
     # --- a new request ---------------------------------------------------------------------------
     def _track_capture(self, request: "Request", value: object) -> None:
@@ -288,6 +291,9 @@ class SchedulerSide:
     def _doom(self, request: "Request", refusal: Refusal, request_id: str) -> None:
         """Let a request fail without its prompt being run: two tokens, the first one 'external'."""
         logger.warning("request %s refused: %s", request.request_id, refusal)
+        before = self._tracked.get(request.request_id)
+        if isinstance(before, _VirtualRequest):
+            self._release(before)
         self._tracked[request.request_id] = _Doomed(request_id, refusal)
         request.prompt_token_ids = [0, 0]
         request.num_prompt_tokens = 2

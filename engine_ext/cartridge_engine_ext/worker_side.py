@@ -134,8 +134,9 @@ class WorkerSide:
     ) -> int:
         cache = layer.kv_cache
         # The backend's writer wants [num_tokens, num_kv_heads, head_dim].
-        key = torch.cat(keys, 1).transpose(0, 1).to(cache.device, cache.dtype).contiguous()
-        value = torch.cat(values, 1).transpose(0, 1).to(cache.device, cache.dtype).contiguous()
+        key, value = (
+            _cast(torch.cat(rows, 1), cache).transpose(0, 1).contiguous() for rows in (keys, values)
+        )
         layer.impl.do_kv_cache_update(layer, key, value, cache, slots.to(cache.device))
         return key.nbytes + value.nbytes
 
@@ -145,6 +146,18 @@ class WorkerSide:
             self._reader.read(layer.kv_cache, capture.block_ids, capture.num_tokens)
             for layer in self._layers
         ]
+
+
+def _cast(rows: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Rows in the cache's dtype and place.
+
+    Raises:
+        ValueError: the cache's dtype has no number for some of them.
+    """
+    cast = rows.to(cache.device, cache.dtype)
+    if cast.dtype != rows.dtype and not bool(cast.isfinite().all()):
+        raise ValueError(f"{rows.dtype} keys or values do not fit the KV cache's {cache.dtype}")
+    return cast
 
 
 class _Mappings:

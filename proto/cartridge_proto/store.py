@@ -56,9 +56,9 @@ class LocalStore:
 
     # --- writing -----------------------------------------------------------------------------
     def put_blob(self, data: bytes | memoryview) -> Digest:
-        """Store a blob and return its digest; storing it again changes nothing."""
+        """Store a blob and return its digest; storing it again mends it if it was damaged."""
         digest = sha256_digest(data)
-        self._write(self.blob_path(digest), data, may_replace=False)
+        self._write_once(self.blob_path(digest), data)
         return digest
 
     def put_manifest(self, manifest: Manifest) -> ManifestDigest:
@@ -73,7 +73,7 @@ class LocalStore:
             if not self.blob_path(parse_digest(blob.sha256)).exists():
                 raise NotInStore(f"payload: blob {blob.sha256} is not in the store")
         digest = sha256_digest(data)
-        self._write(self.manifest_path(digest), data, may_replace=False)
+        self._write_once(self.manifest_path(digest), data)
         return ManifestDigest(digest)
 
     def set_alias(self, alias: str, digest: Digest) -> None:
@@ -85,7 +85,7 @@ class LocalStore:
         path = self._alias_path(alias)
         if not self.manifest_path(digest).exists():
             raise NotInStore(f"alias {alias}: manifest {digest} is not in the store")
-        self._write(path, digest.encode(), may_replace=True)
+        self._write(path, digest.encode())
 
     # --- reading -----------------------------------------------------------------------------
     def resolve(self, alias_or_digest: str) -> Digest:
@@ -219,9 +219,19 @@ class LocalStore:
             raise CorruptStore(f"{path.name}: more than {max_bytes} bytes")
         return data
 
-    def _write(self, path: Path, data: bytes | memoryview, *, may_replace: bool) -> None:
-        if path.exists() and not may_replace:
-            return
+    def _write_once(self, path: Path, data: bytes | memoryview) -> None:
+        """Write a content-addressed file, unless the same bytes are there already."""
+        try:
+            with self._open(path) as descriptor:
+                is_there = os.fstat(descriptor).st_size == len(data) and (
+                    os.pread(descriptor, len(data), 0) == data
+                )
+        except StoreError:
+            is_there = False
+        if not is_there:
+            self._write(path, data)
+
+    def _write(self, path: Path, data: bytes | memoryview) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
         try:

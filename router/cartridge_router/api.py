@@ -151,14 +151,13 @@ class Api:
             if selection.cartridges
             else None
         )
-        if placement.tier is not None:
-            self._services.receipts.expect(request_id, placement.tier)
         return Outgoing(
             request_id=request_id,
             path=request.path_qs,
             body=engine_body(parsed, message, is_trusted=settings.trust_client_fields),
             replicas=tuple(candidate.replica for candidate in placement.decision.ranking),
             composition=message.composition if message is not None else None,
+            tiers=placement.tiers,
         )
 
     def _count(
@@ -294,10 +293,10 @@ def _told(
     }
     if placement.map_age_s is not None:
         told[names.HEADER_MAP_AGE_MS] = f"{placement.map_age_s * 1000:.0f}"
-    if placement.tier is not None and outgoing.composition is not None:
+    if outgoing.composition is not None:
         told[names.HEADER_CARTRIDGE_IDS] = ",".join(c.manifest.alias for c in selection.cartridges)
         told[names.HEADER_DIGEST] = outgoing.composition
-        told[names.HEADER_TIER] = placement.tier.value
+        told[names.HEADER_TIER] = outgoing.tiers[placement.replica].value
     return told
 
 

@@ -165,9 +165,13 @@ def _add_cartridge(group: Any) -> None:
 
 def _list_cartridges(args: argparse.Namespace) -> int:
     store = LocalStore(args.store)
-    rows = []
+    rows, problems = [], []
     for alias, digest in store.aliases().items():
-        manifest = store.read_manifest(digest)
+        try:
+            manifest = store.read_manifest(digest)
+        except StoreError as error:
+            problems.append(f"{alias}: {error}")
+            continue
         rows.append(
             {
                 "id": alias,
@@ -178,13 +182,17 @@ def _list_cartridges(args: argparse.Namespace) -> int:
                 "title": manifest.card.title,
             }
         )
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
     if args.json:
         print(json.dumps(rows, indent=2))
-        return 0
-    for row in rows:
-        size_mib = int(str(row["size_bytes"])) / (1 << 20)
-        print(f"{row['id']:32} {row['num_tokens']:>6} tokens {size_mib:8.1f} MiB  {row['digest']}")
-    return 0
+    else:
+        for row in rows:
+            size_mib = int(str(row["size_bytes"])) / (1 << 20)
+            print(
+                f"{row['id']:32} {row['num_tokens']:>6} tokens {size_mib:8.1f} MiB  {row['digest']}"
+            )
+    return 1 if problems else 0
 
 
 def _show_cartridges(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import http
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,9 @@ from cartridge_proto.residency import ReplicaId
 
 logger = logging.getLogger(__name__)
 
-EXTENSION_TIMEOUT_S = 60.0
+EXTENSION_TIMEOUT_S = 15.0
+EXTENSION_PAUSE_S = 30.0
+"""Time between two questions to a replica that did not answer the first; each is a generation."""
 _SHOWN_BY: dict[int, bool] = {
     http.HTTPStatus.OK: False,
     http.HTTPStatus.BAD_REQUEST: True,
@@ -53,6 +56,8 @@ class Replica:
     has_extension: bool | None = None
     num_in_flight: int = 0
     num_failures: int = 0
+    asked_s: float | None = None
+    """When it was last asked for the extension, `time.monotonic()`."""
 
 
 class Fleet:
@@ -99,9 +104,14 @@ class Fleet:
 
     def note_connect_failure(self, replica: ReplicaId) -> None:
         """A request could not be delivered: no more traffic until a probe succeeds."""
-        entry = self._replicas[replica]
-        entry.is_healthy = False
-        entry.has_extension = None
+        self._set_away(self._replicas[replica])
+
+    @staticmethod
+    def _set_away(replica: Replica) -> None:
+        """What comes back under this name may be another engine."""
+        replica.is_healthy = False
+        replica.has_extension = None
+        replica.asked_s = None
 
     async def watch(self) -> None:
         """Probe all replicas until cancelled."""
@@ -129,14 +139,16 @@ class Fleet:
             replica.num_failures += 1
             if replica.num_failures >= self._num_failures and replica.is_healthy:
                 logger.warning("replica %s is unhealthy: %r", replica.replica, error)
-                replica.is_healthy = False
-                replica.has_extension = None
+                self._set_away(replica)
             return
         replica.num_failures = 0
         if not replica.is_healthy:
             logger.info("replica %s is healthy, serves %s", replica.replica, list(replica.models))
         replica.is_healthy = True
-        if replica.has_extension is None and self._must_probe_extension(replica.replica):
+        now_s = time.monotonic()
+        is_due = replica.asked_s is None or now_s - replica.asked_s >= EXTENSION_PAUSE_S
+        if replica.has_extension is None and self._must_probe_extension(replica.replica) and is_due:
+            replica.asked_s = now_s
             replica.has_extension = await self._find_extension(replica)
 
     async def _find_extension(self, replica: Replica) -> bool | None:

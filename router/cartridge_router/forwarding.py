@@ -17,8 +17,14 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from cartridge_proto.names import HEADER_PREFIX, HEADER_REPLICA, HEADER_REQUEST_ID
-from cartridge_proto.residency import FailureReason, ReceiptStatus, ReplicaId
+from cartridge_proto.names import (
+    HEADER_DECISION,
+    HEADER_PREFIX,
+    HEADER_REPLICA,
+    HEADER_REQUEST_ID,
+    HEADER_TIER,
+)
+from cartridge_proto.residency import FailureReason, ReceiptStatus, ReplicaId, Tier
 from cartridge_router.errors import (
     CartridgeNotServed,
     ContextTooLong,
@@ -36,6 +42,7 @@ from cartridge_router.settings import ForwardingSettings
 logger = logging.getLogger(__name__)
 
 MAX_ERROR_BYTES = 65_536
+MAX_FIRST_BYTES = 1 << 20
 
 _ERROR_EVENT: Final = re.compile(rb'(?:^|\n)data: ?\{"error"')
 
@@ -70,6 +77,8 @@ class Outgoing:
     body: bytes
     replicas: tuple[ReplicaId, ...]
     composition: str | None
+    tiers: Mapping[ReplicaId, Tier]
+    """Predicted tier of the Cartridges on each replica; empty without any."""
 
 
 class Exchange:
@@ -80,10 +89,14 @@ class Exchange:
         self.num_retries = 0
         self.first_byte_s: float | None = None
 
-    def note_first_byte(self, replica: ReplicaId) -> None:
+    def note_first_byte(self, replica: ReplicaId, tier: Tier | None) -> None:
         """An answer begins; it may come from another replica than the first one chosen."""
         self.first_byte_s = time.monotonic()
         self.headers[HEADER_REPLICA] = replica
+        if tier is not None:
+            self.headers[HEADER_TIER] = tier.value
+        if self.num_retries:
+            self.headers[HEADER_DECISION] += f"; retries={self.num_retries}"
 
 
 class Forwarder:
@@ -120,6 +133,8 @@ class Forwarder:
         failures: list[str] = []
         for replica in outgoing.replicas[: self._settings.max_attempts]:
             exchange.num_retries = len(failures)
+            if replica in outgoing.tiers:
+                self._receipts.expect(outgoing.request_id, outgoing.tiers[replica])
             with self._fleet.in_flight(replica):
                 try:
                     upstream = await self._send(request, outgoing, replica)
@@ -167,22 +182,25 @@ class Forwarder:
             first = await self._first_bytes(upstream, outgoing, replica, is_stream=is_stream)
             if upstream.status >= 500 or (is_stream and _ERROR_EVENT.search(first)):
                 await self._raise_from_receipt(outgoing, replica)
-        exchange.note_first_byte(replica)
+        exchange.note_first_byte(replica, outgoing.tiers.get(replica))
         response = web.StreamResponse(
             status=upstream.status,
             reason=upstream.reason,
             headers=_response_headers(upstream.headers, exchange.headers),
         )
         await response.prepare(request)
-        try:
-            if first:
-                await response.write(first)
-            while chunk := await self._next_chunk(upstream):
+        chunk = first
+        while True:
+            if chunk:
                 await response.write(chunk)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            logger.warning("request %s: %s broke off: %r", outgoing.request_id, replica, error)
-            await _break_off(request, response, is_stream=is_stream)
-            return response
+            try:
+                chunk = await self._next_chunk(upstream)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                logger.warning("request %s: %s broke off: %r", outgoing.request_id, replica, error)
+                await _break_off(request, response, is_stream=is_stream)
+                return response
+            if not chunk:
+                break
         await response.write_eof()
         return response
 
@@ -205,7 +223,7 @@ class Forwarder:
                 if is_stream:
                     num_events = 2 if outgoing.path.startswith(Route.CHAT) else 1
                     first = b""
-                    while first.count(b"\n\n") < num_events:
+                    while first.count(b"\n\n") < num_events and len(first) < MAX_FIRST_BYTES:
                         chunk = await upstream.content.readany()
                         if not chunk:
                             break

@@ -51,10 +51,13 @@ class Placement:
         return self.decision.best.replica
 
     @property
-    def tier(self) -> Tier | None:
-        """Slowest tier that the chosen replica reads a Cartridge from; `None` without any."""
-        tiers = self.decision.best.tiers
-        return max(tiers, key=TIERS_FASTEST_FIRST.index) if tiers else None
+    def tiers(self) -> dict[ReplicaId, Tier]:
+        """Slowest tier that each candidate reads a Cartridge from; empty without any."""
+        return {
+            candidate.replica: max(candidate.tiers, key=TIERS_FASTEST_FIRST.index)
+            for candidate in self.decision.ranking
+            if candidate.tiers
+        }
 
     @property
     def reason(self) -> str:

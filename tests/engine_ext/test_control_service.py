@@ -250,10 +250,11 @@ def test_waiting_prefetches_leave_room_for_health(control: Control) -> None:
     request = control_pb2.PrefetchRequest(digest=digest, deadline_ms=DEADLINE_MS)
     waiting = [control.stub.Prefetch.future(request) for _ in range(MAX_WAITING)]
 
-    def is_full() -> bool:
-        return control.refusal(digest, deadline_ms=1)[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+    def are_all_waiting() -> bool:
+        entry = control.pool._entries.get(digest)
+        return entry is not None and entry.num_users == MAX_WAITING
 
-    until(is_full)
+    until(are_all_waiting)
     code, details = control.refusal(digest, deadline_ms=1)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert str(MAX_WAITING) in details

@@ -45,11 +45,11 @@ class Source:
     segment: Segment
 
 
-def seal(num_tokens: int, *, seed: int = 0, num_positions: int = 0) -> Source:
-    """Random tensors in sealed memory, packed as the builder packs them."""
+def seal(num_tokens: int, *, seed: int = 0, num_positions: int = 0, factor: float = 1.0) -> Source:
+    """Random tensors, times a factor, in sealed memory, packed as the builder packs them."""
     generator = torch.Generator().manual_seed(seed)
     named = {
-        f"layers.{layer}.{part}": torch.randn(HEADS, num_tokens, DIM, generator=generator)
+        f"layers.{layer}.{part}": factor * torch.randn(HEADS, num_tokens, DIM, generator=generator)
         for layer in range(NUM_LAYERS)
         for part in ("k", "v")
     }
@@ -223,6 +223,19 @@ def test_memory_that_is_gone_fails_its_request_only() -> None:
     assert report.results["good"].error is None
     assert report.results["failing"].size_bytes == 0
     assert "Error" in (report.results["failing"].error or "")
+
+
+def test_numbers_beyond_the_caches_dtype_are_not_written() -> None:
+    """Float32 rows that a float16 cache cannot hold fail the load instead of becoming infinite."""
+    side, layers = worker(Packed(), torch.float16)
+    source = seal(5, factor=1e6)
+    side.start_load(LoadPlan(loads=[load_of([source], 0, [3, 4], "large")]))
+    source.memory.close()
+    assert side.take_failed_blocks() == {3, 4}
+    report = side.take_report()
+    assert report is not None
+    assert "do not fit the KV cache's torch.float16" in (report.results["large"].error or "")
+    assert all(bool(layer.kv_cache.isfinite().all()) for layer in layers)
 
 
 def test_other_memory_than_referenced_is_not_written() -> None:

@@ -243,6 +243,18 @@ def test_files_beside_the_layout_are_not_listed(tmp_path: Path) -> None:
     assert store.manifest_digests() == [digest]
 
 
+def test_storing_again_mends_a_damaged_blob(tmp_path: Path) -> None:
+    """A rebuilt artifact replaces bytes that no longer hash to their name."""
+    store, digest = filled(tmp_path)
+    for path in (store.blob_path(BLOB_DIGEST), store.manifest_path(digest)):
+        path.write_bytes(b"junk")
+    with pytest.raises(CorruptStore):
+        store.verify(digest)
+    assert store.put_blob(BLOB) == BLOB_DIGEST
+    assert store.put_manifest(MANIFEST) == digest
+    assert store.verify(digest) == MANIFEST
+
+
 # --- corruption ----------------------------------------------------------------------------------
 @given(st.binary(min_size=1, max_size=4000), st.data())
 def test_one_flipped_bit_of_a_blob_is_refused(blob: bytes, data: st.DataObject) -> None:

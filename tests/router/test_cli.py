@@ -38,6 +38,18 @@ def test_list_shows_each_alias(store: LocalStore, capsys: Capture) -> None:
     }
 
 
+def test_a_damaged_manifest_does_not_hide_the_rest(store: LocalStore, capsys: Capture) -> None:
+    """The good ones are listed, the damaged one is named, and the status says so."""
+    put_cartridge(store, name="good")
+    damaged = put_cartridge(store, name="damaged")
+    store.manifest_path(digest_of(damaged)).write_text("{}")
+    assert run(["cartridge", "list", "--store", str(store.root)]) == 1
+    said = capsys.readouterr()
+    assert "good@1" in said.out
+    assert "damaged@1" not in said.out
+    assert said.err.startswith("error: damaged@1: manifest ")
+
+
 def test_show_prints_manifests(store: LocalStore, capsys: Capture) -> None:
     """By alias or digest; tensors are counted for people and listed for machines."""
     manifest = put_cartridge(store)

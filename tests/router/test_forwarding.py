@@ -306,6 +306,8 @@ async def test_a_gone_replica_s_request_goes_to_the_next(
     replies = [await gateway.ask() for _ in range(3)]
     assert [reply.status for reply in replies] == [200, 200, 200]
     assert {reply.headers["x-cartridge-replica"] for reply in replies} == {"r1"}
+    decisions = [reply.headers["x-cartridge-decision"] for reply in replies]
+    assert [decision.endswith("; retries=1") for decision in decisions].count(True) == 1
     assert await gateway.metric("cartridge_router_upstream_retries_total") == 1
     assert (await gateway.get("/ready")).json["replicas"]["healthy"] == ["r1"]
     await gateway.is_idle()
