@@ -19,23 +19,17 @@ from cartridge_engine_ext import identity
 from cartridge_engine_ext.chat_template import renderer_of, system_turn, tokenize_verbatim
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.payload import pack_payload
+from cartridge_engine_ext.prefill_manifest import prefill_manifest
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import (
     Access,
     Card,
-    Composition,
-    CompositionClass,
     ConventionKind,
-    DensePositions,
-    Frozen,
-    Kind,
     Manifest,
     ManifestDigest,
-    PositionLayout,
     Probe,
     ProbeStep,
     PromptConvention,
-    Provenance,
 )
 from cartridge_proto.store import LocalStore
 
@@ -135,31 +129,15 @@ class Builder:
             }
             probe = self._probe(cache, live)
         payload = pack_payload(named)
-        manifest = Manifest(
-            schema_version=1,
+        manifest = prefill_manifest(
             name=source.name,
             version=source.version,
-            kind=Kind.PREFILL,
             model=self._identity,
             geometry=identity.geometry(self._model_dir),
             rope=identity.rope(self._model_dir),
-            num_tokens=len(prefix),
-            positions=DensePositions(),
-            representation=payload.representation,
-            tensors=payload.tensors,
-            payload=[payload.blob],
-            composition=Composition(
-                composition_class=CompositionClass.ISOLATED,
-                set_id=None,
-                max_set_size=None,
-                position_layout=PositionLayout.SEQUENTIAL,
-            ),
-            provenance=Provenance(
-                source_digest=sha256_digest(source.text.encode()),
-                builder=f"cartridge-router prefill, transformers {transformers.__version__}",
-                transform=None,
-                training=None,
-            ),
+            payload=payload,
+            source_digest=sha256_digest(source.text.encode()),
+            builder=f"cartridge-router prefill, transformers {transformers.__version__}",
             access=Access(owner=source.owner, readers=list(source.readers)),
             card=Card(
                 title=source.title or source.name,
@@ -168,9 +146,7 @@ class Builder:
                 language="en",
             ),
             prompt_convention=self._convention(source, prefix),
-            frozen=Frozen(num_tokens=0, role=None),
             probe=probe,
-            derived_from=None,
             created_at=_now(),
         )
         self._store.put_blob(payload.data)

@@ -15,6 +15,7 @@ import torch
 from cartridge_engine_ext.artifact_pool import Artifact
 from cartridge_engine_ext.errors import SelfTestFailed
 from cartridge_engine_ext.payload import DTYPE_NAMES, pack_payload
+from cartridge_engine_ext.prefill_manifest import prefill_manifest
 from cartridge_engine_ext.sealed_memory import SealedMemory
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import (
@@ -28,18 +29,11 @@ from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import (
     Access,
     Card,
-    Composition,
-    CompositionClass,
     ConventionKind,
-    DensePositions,
-    Frozen,
-    Kind,
-    Manifest,
     PositionLayout,
     Probe,
     ProbeStep,
     PromptConvention,
-    Provenance,
     manifest_digest,
 )
 
@@ -210,36 +204,21 @@ def captured_artifact(tensors: Captured, engine: EngineIdentity) -> Artifact:
         named[f"layers.{index}.k"] = key
         named[f"layers.{index}.v"] = value
     payload = pack_payload(named)
-    manifest = Manifest(
-        schema_version=1,
+    manifest = prefill_manifest(
         name="self-test",
         version="1",
-        kind=Kind.PREFILL,
         model=engine.model,
         geometry=engine.geometry,
         rope=engine.rope,
-        num_tokens=tensors[0][0].shape[1],
-        positions=DensePositions(),
-        representation=payload.representation,
-        tensors=payload.tensors,
-        payload=[payload.blob],
-        composition=Composition(
-            composition_class=CompositionClass.ISOLATED,
-            set_id=None,
-            max_set_size=None,
-            position_layout=PositionLayout.SEQUENTIAL,
-        ),
-        provenance=Provenance(
-            source_digest=payload.blob.sha256, builder="self-test", transform=None, training=None
-        ),
+        payload=payload,
+        source_digest=payload.blob.sha256,
+        builder="self-test",
         access=Access(owner=SELF_TEST_SCOPE, readers=[]),
         card=Card(title="self-test", aliases=[], sentence="Random tokens.", language="en"),
         prompt_convention=PromptConvention(
             kind=ConventionKind.DOCUMENT, has_bos=False, chat_template_digest=None
         ),
-        frozen=Frozen(num_tokens=0, role=None),
         probe=Probe(prompt_token_ids=[0], steps=[ProbeStep(token_id=0, top=[])]),
-        derived_from=None,
         created_at="2026-01-01T00:00:00Z",
     )
 

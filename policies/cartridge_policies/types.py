@@ -45,9 +45,9 @@ class Demand:
 class ReplicaView:
     """One replica as of now.
 
-    `tiers` holds the fastest tier of each artifact that is ready there. `refusal` says why the
-    replica cannot take this request at all; `None` when it can. `max_in_flight` is `None` without
-    a limit.
+    `tiers` holds the fastest tier of each demanded artifact that is ready there. `refusal` says why
+    the replica cannot take this request at all; `None` when it can. `max_in_flight` is `None`
+    without a limit.
     """
 
     replica: ReplicaId

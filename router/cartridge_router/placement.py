@@ -115,7 +115,7 @@ class Placer:
             except _Hindrance as hindrance:
                 hindrances[replica.replica] = hindrance
                 refusal = hindrance.text
-            views.append(self._view(replica, refusal))
+            views.append(self._view(replica, selection, refusal))
         demand = Demand(
             model=request.model,
             artifacts=tuple(
@@ -131,12 +131,12 @@ class Placer:
             raise self._error(request, decision, hindrances)
         return Placement(decision, mode, age_s, selection.is_certified)
 
-    def _view(self, replica: Replica, refusal: str | None) -> ReplicaView:
+    def _view(self, replica: Replica, selection: Selection, refusal: str | None) -> ReplicaView:
         return ReplicaView(
             replica=replica.replica,
             num_in_flight=replica.num_in_flight,
             max_in_flight=self._max_in_flight,
-            tiers=self._map.tiers(replica.replica),
+            tiers=self._map.tiers(replica.replica, [c.digest for c in selection.cartridges]),
             refusal=refusal,
         )
 

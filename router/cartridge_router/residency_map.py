@@ -7,7 +7,7 @@ anything that waits, and to believe a record whose signature, schema or epoch is
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -99,15 +99,19 @@ class ResidencyMap:
         """Whether any replica is known."""
         return bool(self._replicas)
 
-    def tiers(self, replica: ReplicaId) -> dict[Digest, Tier]:
-        """Tier of each artifact that is ready on a replica; empty without a map."""
+    def tiers(self, replica: ReplicaId, digests: Iterable[Digest]) -> dict[Digest, Tier]:
+        """Tier of those of some artifacts that are ready on a replica; empty without a map.
+
+        Costs a look-up for each digest, whatever the replica holds.
+        """
         rows = self._replicas.get(replica)
         if rows is None or self.mode is MapMode.FALLBACK:
             return {}
+        found = ((digest, rows.records.get(digest)) for digest in digests)
         return {
             digest: record.tier
-            for digest, record in rows.records.items()
-            if record.state is ResidencyState.READY
+            for digest, record in found
+            if record is not None and record.state is ResidencyState.READY
         }
 
     def registration(self, replica: ReplicaId) -> Registration | None:
@@ -118,9 +122,9 @@ class ResidencyMap:
     def holders(self, digest: Digest) -> list[tuple[ReplicaId, Tier]]:
         """Replicas on which an artifact is ready, fastest tier first."""
         found = [
-            (replica, tiers[digest])
+            (replica, tier)
             for replica in self._replicas
-            if digest in (tiers := self.tiers(replica))
+            for tier in self.tiers(replica, [digest]).values()
         ]
         return sorted(found, key=lambda pair: (TIERS_FASTEST_FIRST.index(pair[1]), pair[0]))
 

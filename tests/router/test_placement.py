@@ -19,7 +19,7 @@ from cartridge_router.request import Route, parse_request
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import SelectedBy, Selection
 from cartridge_router.settings import PlacementSettings, ResidencySettings
-from tests.loadtest.replica_client import StartReplica, quick_settings
+from tests.loadtest.replica_client import Client, StartReplica, quick_settings
 from tests.proto.sample_artifact import engine_of
 from tests.router.fleets import named, start_fleet, start_replicas
 from tests.router.gateway_client import CHAT, TEXT, StartGateway, quick_gateway, until_true
@@ -49,15 +49,15 @@ async def test_a_cartridge_of_another_model_is_a_409_that_names_the_field(
     assert CHAT not in [request.path for request in clients[0].replica.requests]
 
 
-async def test_a_compatible_replica_that_is_away_makes_it_a_503(
-    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
-) -> None:
-    """A 409 says never; while the replica that fits is only unhealthy, the answer is: later."""
+async def start_misfit_and_fit(
+    start_replica: StartReplica, store: LocalStore, redis_url: str
+) -> list[Client]:
+    """Two replicas under one model name; only the second fits the Cartridge."""
     identity = engine_of(put_cartridge(store))
     other = msgspec.structs.replace(
         identity, geometry=msgspec.structs.replace(identity.geometry, num_kv_heads=4)
     )
-    clients = [
+    return [
         await start_replica(
             dataclasses.replace(
                 quick_settings(store, redis_url), replica=ReplicaId(f"sim-{index}"), identity=who
@@ -65,6 +65,13 @@ async def test_a_compatible_replica_that_is_away_makes_it_a_503(
         )
         for index, who in enumerate([other, identity])
     ]
+
+
+async def test_a_compatible_replica_that_is_away_makes_it_a_503(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """A 409 says never; while the replica that fits is only unhealthy, the answer is: later."""
+    clients = await start_misfit_and_fit(start_replica, store, redis_url)
     gateway = await start_fleet(start_gateway, clients, store, redis_url)
     assert (await gateway.ask(ALIAS)).status == 200
     await clients[1].replica.stop()
@@ -83,18 +90,7 @@ async def test_a_request_goes_to_the_replica_that_fits(
     start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
 ) -> None:
     """Of two replicas under one model name only the compatible one gets the Cartridge."""
-    identity = engine_of(put_cartridge(store))
-    other = msgspec.structs.replace(
-        identity, geometry=msgspec.structs.replace(identity.geometry, num_kv_heads=4)
-    )
-    clients = [
-        await start_replica(
-            dataclasses.replace(
-                quick_settings(store, redis_url), replica=ReplicaId(f"sim-{index}"), identity=who
-            )
-        )
-        for index, who in enumerate([other, identity])
-    ]
+    clients = await start_misfit_and_fit(start_replica, store, redis_url)
     gateway = await start_fleet(start_gateway, clients, store, redis_url)
     replies = [await gateway.ask(ALIAS) for _ in range(4)]
     assert [reply.status for reply in replies] == [200] * 4

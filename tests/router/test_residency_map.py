@@ -68,12 +68,14 @@ class Mirror:
             await asyncio.wait([task], timeout=10)
             assert task.cancelled()
 
+    def held(self, replica: ReplicaId) -> dict[Digest, Tier]:
+        """Which of the tests' artifacts a replica holds."""
+        return self.map.tiers(replica, [A, B])
+
     async def shows(self, replica: ReplicaId, expected: dict[Digest, Tier]) -> None:
         """Wait until a replica is registered and holds exactly this."""
         await until(
-            lambda: (
-                self.map.registration(replica) is not None and self.map.tiers(replica) == expected
-            ),
+            lambda: self.map.registration(replica) is not None and self.held(replica) == expected,
             f"{replica} holds {expected}",
         )
 
@@ -177,9 +179,9 @@ def test_in_fallback_rows_count_no_more_but_the_registration_does() -> None:
     row = record("r0", epoch, A, 1)
     mirror.map.put_rows(registration("r0", epoch, 1), {A.encode(): seal(row, None)})
     mirror.map.mark_synced()
-    assert mirror.map.tiers(R0) == {A: Tier.DRAM}
+    assert mirror.held(R0) == {A: Tier.DRAM}
     mirror.clock.advance(30.0)
-    assert mirror.map.tiers(R0) == {}
+    assert mirror.held(R0) == {}
     assert mirror.map.registration(R0) == registration("r0", epoch, 1)
     assert mirror.map.holders(A) == []
 
@@ -195,7 +197,7 @@ def test_only_ready_rows_count() -> None:
     sealed = {row.digest.encode(): seal(row, None) for row in rows}
     mirror.map.put_rows(registration("r0", epoch, 2), sealed)
     mirror.map.mark_synced()
-    assert mirror.map.tiers(R0) == {B: Tier.HBM}
+    assert mirror.held(R0) == {B: Tier.HBM}
 
 
 def test_holders_come_fastest_first() -> None:
@@ -222,13 +224,13 @@ def test_changes_apply_in_order_only() -> None:
         record("r1", epoch, A, 4),
     ):
         mirror.map.apply(seal(change(row), None))
-    assert mirror.map.tiers(R0) == {}
+    assert mirror.held(R0) == {}
     assert mirror.map.needs_rows(registration("r0", epoch, 4))
     mirror.map.apply(seal(change(record("r0", epoch, A, 4)), None))
-    assert mirror.map.tiers(R0) == {A: Tier.DRAM}
+    assert mirror.held(R0) == {A: Tier.DRAM}
     assert not mirror.map.needs_rows(registration("r0", epoch, 4))
     mirror.map.apply(seal(change(record("r0", epoch, A, 5), record=None), None))
-    assert mirror.map.tiers(R0) == {}
+    assert mirror.held(R0) == {}
     assert mirror.rejected == []
 
 
@@ -243,7 +245,7 @@ def test_a_change_whose_row_is_another_s_is_not_believed(field_name: str) -> Non
     row = record("r0", epoch, A, 1)
     forged = change(row, record=msgspec.structs.replace(row, **{field_name: other}))
     mirror.map.apply(seal(forged, None))
-    assert (mirror.map.tiers(R0), mirror.rejected) == ({}, ["foreign"])
+    assert (mirror.held(R0), mirror.rejected) == ({}, ["foreign"])
 
 
 def test_rows_of_another_replica_or_digest_are_not_believed() -> None:
@@ -260,7 +262,7 @@ def test_rows_of_another_replica_or_digest_are_not_believed() -> None:
         },
     )
     mirror.map.mark_synced()
-    assert mirror.map.tiers(R0) == {}
+    assert mirror.held(R0) == {}
     assert sorted(mirror.rejected) == ["foreign", "foreign", "foreign", "rejected"]
 
 
@@ -295,9 +297,9 @@ def test_a_bad_change_moves_nothing_but_a_counter(damage: Callable[[bytes], byte
     mirror.map.mark_synced()
     good = seal(change(record("r0", epoch, A, 1)), KEY)
     mirror.map.apply(damage(good))
-    assert (mirror.map.tiers(R0), mirror.rejected) == ({}, ["rejected"])
+    assert (mirror.held(R0), mirror.rejected) == ({}, ["rejected"])
     mirror.map.apply(good)
-    assert mirror.map.tiers(R0) == {A: Tier.DRAM}
+    assert mirror.held(R0) == {A: Tier.DRAM}
 
 
 # --- the reader, on a real server and with the engines' own publisher ----------------------------
@@ -322,6 +324,22 @@ async def test_what_is_published_appears_and_what_is_withdrawn_goes(
     assert mirror.rejected == []
 
 
+async def test_only_the_artifacts_asked_for_are_looked_up(
+    redis_url: str, start_publisher: StartPublisher
+) -> None:
+    """A request costs its own artifacts, not everything that a replica holds."""
+    mirror = Mirror()
+    publisher = start_publisher(redis_url)
+    publisher.put(A, Tier.DRAM, 10)
+    publisher.put(B, Tier.DRAM, 10)
+    async with mirror.reading(redis_url):
+        await mirror.shows(R0, {A: Tier.DRAM, B: Tier.DRAM})
+    assert mirror.map.tiers(R0, [B]) == {B: Tier.DRAM}
+    assert mirror.map.tiers(R0, []) == {}
+    assert mirror.map.tiers(R1, [B]) == {}
+    assert mirror.map.holders(A) == [(R0, Tier.DRAM)]
+
+
 async def test_a_new_boot_voids_the_rows_of_the_old(
     redis_url: str, start_publisher: StartPublisher
 ) -> None:
@@ -337,7 +355,7 @@ async def test_a_new_boot_voids_the_rows_of_the_old(
             lambda: (
                 (found := mirror.map.registration(R0)) is not None
                 and found.epoch == new.epoch
-                and mirror.map.tiers(R0) == {B: Tier.DRAM}
+                and mirror.held(R0) == {B: Tier.DRAM}
             ),
             "the new boot alone is known",
         )
@@ -438,16 +456,21 @@ async def test_rubbish_in_redis_does_not_end_the_reader(
 
 
 async def test_a_key_of_the_wrong_type_is_survived(
-    redis_url: str, start_publisher: StartPublisher
+    redis_url: str, start_publisher: StartPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Somebody else's value under our key stops the reading only as long as it is there."""
     mirror = Mirror()
     with redis.Redis.from_url(redis_url) as client:
         client.set(REDIS_RECEIPTS, "a string")
         async with mirror.reading(redis_url):
-            start_publisher(redis_url)
+            publisher = start_publisher(redis_url)
+            await until(lambda: "WRONGTYPE" in caplog.text, "the reader came upon it")
             client.delete(REDIS_RECEIPTS)
-            await mirror.shows(R0, {})
+            publisher.put(A, Tier.DRAM, 10)
+            await mirror.shows(R0, {A: Tier.DRAM})
+            publisher.publish_receipt(receipt_of("afterwards"))
+            await until(lambda: bool(mirror.receipts), "receipts are read again")
+    assert [receipt.request_id for receipt in mirror.receipts] == ["afterwards"]
 
 
 async def test_without_redis_the_map_grows_old_and_comes_back(
@@ -462,7 +485,7 @@ async def test_without_redis_the_map_grows_old_and_comes_back(
         await asyncio.to_thread(killable_redis.kill)
         mirror.clock.advance(4.0)
         await until(lambda: mirror.map.mode is MapMode.DEGRADED, "the map is stale")
-        assert mirror.map.tiers(R0) == {A: Tier.DRAM}
+        assert mirror.held(R0) == {A: Tier.DRAM}
         mirror.clock.advance(40.0)
         assert mirror.map.mode is MapMode.FALLBACK
         assert mirror.map.registration(R0) is not None
@@ -490,7 +513,7 @@ async def test_an_emptied_server_takes_nobody_away(redis_url: str) -> None:
             )
             mirror.clock.advance(4.0)
             assert mirror.map.mode is MapMode.DEGRADED
-            assert mirror.map.tiers(R0) == {A: Tier.DRAM}
+            assert mirror.held(R0) == {A: Tier.DRAM}
             client.sadd("cartridge:replicas", "r0")
             client.set(lease_key("r0"), sealed)
             await until(lambda: mirror.map.mode is MapMode.EXACT, "the lease is there again")
