@@ -50,9 +50,7 @@ def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with running_redis(work / "redis") as redis_url, running_stack(work / "logs") as stack:
         template = work / "chat_template.jinja"
         wrap = ["chat-template", "wrap", "--model", str(model_dir), "--out", str(template)]
-        wrapping = stack.start("wrap", [sys.executable, "-m", "cartridge_router", *wrap], {})
-        assert wrapping.popen.wait(timeout=120) == 0, wrapping.log.read_text()
-        stack.processes.remove(wrapping)
+        list(stack.lines_of("wrap", [sys.executable, "-m", "cartridge_router", *wrap], {}))
         port, gateway_port = free_port(), free_port()
         command = engine_command(
             model_dir=model_dir,

@@ -6,9 +6,7 @@ engines are child processes.
 
 import hashlib
 import json
-import os
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -25,7 +23,6 @@ from cartridge_router.demo.stack import (
     ENGINE_ENVIRONMENT,
     MAX_MODEL_LEN,
     MODEL_NAME,
-    DemoFailed,
     Stack,
     engine_command,
 )
@@ -37,7 +34,7 @@ class EngineKit(Protocol):
     is_simulated: bool
     store: Path
 
-    def prepare(self) -> None:
+    def prepare(self, stack: Stack) -> None:
         """Make what the replicas need to start."""
         ...
 
@@ -45,7 +42,7 @@ class EngineKit(Protocol):
         """Start one replica."""
         ...
 
-    def build(self) -> Generator[str]:
+    def build(self, stack: Stack) -> Generator[str]:
         """Build all Cartridges; yields a line for each. Close it to stop."""
         ...
 
@@ -61,13 +58,13 @@ class VllmKit:
         self._asked = asked
         self._model_dir = Path()
 
-    def prepare(self) -> None:
+    def prepare(self, stack: Stack) -> None:
         """Convert the model (once) and wrap its chat template."""
         self.store.mkdir(parents=True)
-        *_, folder = _run("model", "prepare")
+        *_, folder = _run(stack, "model", "prepare")
         self._model_dir = Path(folder)
         wrap = ["chat-template", "wrap", "--model", folder, "--out", str(self._template)]
-        for _ in _run(*wrap):
+        for _ in _run(stack, *wrap):
             pass
 
     def start_replica(self, stack: Stack, name: str, port: int, redis_url: str) -> None:
@@ -82,13 +79,14 @@ class VllmKit:
         )
         stack.start(name, command, ENGINE_ENVIRONMENT)
 
-    def build(self) -> Generator[str]:
+    def build(self, stack: Stack) -> Generator[str]:
         """One prefill for each document: as a system turn, and the first also as raw text."""
-        yield from self._build(self._asked, ConventionKind.SYSTEM_TURN, lambda name: name)
-        yield from self._build(self._asked[:1], ConventionKind.DOCUMENT, text_name)
+        yield from self._build(stack, self._asked, ConventionKind.SYSTEM_TURN, lambda name: name)
+        yield from self._build(stack, self._asked[:1], ConventionKind.DOCUMENT, text_name)
 
     def _build(
         self,
+        stack: Stack,
         asked: Sequence[Question],
         convention: ConventionKind,
         name_of: Callable[[str], str],
@@ -99,7 +97,7 @@ class VllmKit:
         for question in asked:
             arguments += ["--text", str(question.file), "--name", name_of(question.name)]
             arguments += ["--title", question.title, "--sentence", question.sentence]
-        for line in _run(*arguments):
+        for line in _run(stack, *arguments):
             if not line.startswith("{"):
                 continue
             built = json.loads(line)
@@ -116,7 +114,7 @@ class SimulatedKit:
         self.store = work / "store"
         self._asked = asked
 
-    def prepare(self) -> None:
+    def prepare(self, stack: Stack) -> None:
         """Write one artifact for each document, of made-up tensors."""
         for question in self._asked:
             put_simulated(self.store, question.name, question.text, ConventionKind.SYSTEM_TURN)
@@ -131,7 +129,7 @@ class SimulatedKit:
         command += ["--max-model-len", str(MAX_MODEL_LEN)]
         stack.start(name, command, {})
 
-    def build(self) -> Generator[str]:
+    def build(self, stack: Stack) -> Generator[str]:
         """Name what `prepare` wrote."""
         for alias, digest in LocalStore(self.store).aliases().items():
             yield f"  {alias}  {digest}"
@@ -144,31 +142,15 @@ KITS: dict[str, Callable[[Path, Sequence[Question]], EngineKit]] = {
 """Kinds of replicas by the name that `--engine` uses."""
 
 
-def _run(*arguments: str) -> Generator[str]:
+def _run(stack: Stack, *arguments: str) -> Generator[str]:
     """Lines of a `cartridge-router` subcommand that needs torch, as they come.
 
     Raises:
         DemoFailed: it failed; with the end of what it said.
     """
-    with subprocess.Popen(
-        [sys.executable, "-m", "cartridge_router", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        assert process.stdout is not None  # noqa: S101 - it is a pipe
-        said = []
-        try:
-            for line in process.stdout:
-                said.append(line.rstrip())
-                yield said[-1]
-        except BaseException:
-            # Interrupted, or nobody reads on: the child must not outlive the demo.
-            process.kill()
-            raise
-    if process.returncode != 0:
-        raise DemoFailed(f"{' '.join(arguments[:2])}:\n" + "\n".join(said[-15:]))
+    command = [sys.executable, "-m", "cartridge_router", *arguments]
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return stack.lines_of(" ".join(arguments[:2]), command, environment)
 
 
 def put_simulated(store_dir: Path, name: str, text: str, convention: ConventionKind) -> Manifest:

