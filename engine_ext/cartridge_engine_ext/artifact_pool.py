@@ -21,7 +21,7 @@ from cartridge_proto.digest import Digest, parse_digest
 from cartridge_proto.manifest import Manifest
 from cartridge_proto.residency import FailureReason
 from cartridge_proto.safetensors_header import InvalidPayload, check_blob
-from cartridge_proto.store import CorruptStore, LocalStore, NotInStore, StoreError
+from cartridge_proto.stores import CorruptStore, LocalStore, NotInStore, StoreError
 
 logger = logging.getLogger(__name__)
 

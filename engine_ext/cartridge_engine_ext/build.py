@@ -31,7 +31,7 @@ from cartridge_proto.manifest import (
     ProbeStep,
     PromptConvention,
 )
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 
 DEFAULT_INSTRUCTION = "Answer the question from this document.\n\n{document}"
 PROBE_QUESTION = "What is this about?"

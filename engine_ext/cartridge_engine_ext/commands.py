@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cartridge_proto.manifest import ConventionKind
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 
 if TYPE_CHECKING:
     from cartridge_engine_ext.build import Built

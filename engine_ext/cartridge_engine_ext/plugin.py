@@ -34,7 +34,7 @@ from cartridge_proto.composition import cache_salt
 from cartridge_proto.digest import Digest
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_SELF_TEST
 from cartridge_proto.residency import Receipt, Tier
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

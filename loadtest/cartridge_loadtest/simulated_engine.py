@@ -38,7 +38,7 @@ from cartridge_proto.residency import (
     ReplicaId,
     Tier,
 )
-from cartridge_proto.store import CorruptStore, LocalStore, NotInStore, StoreError
+from cartridge_proto.stores import CorruptStore, LocalStore, NotInStore, StoreError
 
 ENGINE_VERSION = "simulated"
 BLOCK_SIZE_TOKENS = 16

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import Manifest
-from cartridge_proto.store import LocalStore, StoreError
+from cartridge_proto.stores import LocalStore, StoreError
 
 logger = logging.getLogger(__name__)
 

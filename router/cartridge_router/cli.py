@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cartridge_proto.names import ENTRY_POINT_COMMANDS, ENV_PREFIX
-from cartridge_proto.store import LocalStore, StoreError
+from cartridge_proto.stores import LocalStore, StoreError
 from cartridge_router.errors import ConfigurationError
 from cartridge_router.settings import load_settings, residency_key, settings_schema
 

@@ -12,7 +12,7 @@ import msgspec
 
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import Blob, Manifest
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.proto.sample_artifact import sample_artifact
 
 WAIT_S = 30.0

@@ -29,7 +29,7 @@ from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import Manifest, ValueScale
 from cartridge_proto.residency import FailureReason
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.engine_ext.stored_artifacts import (
     WAIT_S,
     ObservedStore,

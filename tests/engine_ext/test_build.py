@@ -15,7 +15,7 @@ from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_proto.compatibility import EngineIdentity, incompatibilities, unsupported
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import ConventionKind, Manifest
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.engine_ext.tiny_model import (
     BOS,
     FOLDING_TEMPLATE,

@@ -17,7 +17,7 @@ from cartridge_proto.composition import cache_salt
 from cartridge_proto.digest import Digest
 from cartridge_proto.names import FIELD_CARTRIDGES
 from cartridge_proto.residency import Epoch, ReplicaId
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.engine_ext.fake_request import BLOCK_SIZE, FakeRequest, message_of
 from tests.engine_ext.stored_artifacts import put_sample
 from tests.proto.sample_artifact import engine_of, sample_artifact

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from cartridge_engine_ext.build import Builder
 from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_model
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.demo.stack import (
     ENGINE_ENVIRONMENT,
     MODEL_NAME,

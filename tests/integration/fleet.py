@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from cartridge_engine_ext.build import Builder, Built, Source
 from cartridge_proto import names
 from cartridge_proto.manifest import ConventionKind, Manifest, PositionLayout
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.demo.stack import MODEL_NAME, Process
 
 BLOCK_SIZE = 32

@@ -13,7 +13,7 @@ from cartridge_loadtest.simulated_replica import SimulatedReplica
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import Manifest
 from cartridge_proto.residency import ReplicaId
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.proto.sample_artifact import sample_artifact
 
 MODEL = "sample"

@@ -37,7 +37,7 @@ from cartridge_proto.residency import (
     ResidencyState,
     Tier,
 )
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.loadtest.cartridge_requests import chat_body, fields_for, message_for, until
 from tests.loadtest.replica_client import (
     Client,

@@ -15,7 +15,7 @@ import pytest
 from cartridge_loadtest.faults import Faults
 from cartridge_loadtest.openai_bodies import Endpoint
 from cartridge_loadtest.simulated_replica import SimulatedReplica
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.loadtest.cartridge_requests import chat_body, until
 from tests.loadtest.replica_client import MODEL, StartReplica, quick_settings
 

@@ -18,7 +18,7 @@ from cartridge_proto.composition import (
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import InvalidManifest, Manifest, ModelIdentity, decode_manifest
 from cartridge_proto.residency import Receipt, Registration, ResidencyChange, ResidencyRecord
-from cartridge_proto.store import CorruptStore, LocalStore
+from cartridge_proto.stores import CorruptStore, LocalStore
 
 T = TypeVar("T", ResidencyRecord, ResidencyChange, Registration, Receipt)
 

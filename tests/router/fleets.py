@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from cartridge_proto.residency import ReplicaId
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.loadtest.replica_client import Client, StartReplica, quick_settings
 from tests.router.gateway_client import Gateway, StartGateway, quick_gateway
 

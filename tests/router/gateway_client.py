@@ -13,7 +13,7 @@ import aiohttp
 from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.settings import (
     CartridgeSettings,
     FleetSettings,

@@ -9,7 +9,7 @@ import msgspec
 
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import ConventionKind, Manifest, PositionLayout, manifest_digest
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.proto.sample_artifact import sample_artifact
 
 

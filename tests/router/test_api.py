@@ -9,7 +9,7 @@ import pytest
 from cartridge_loadtest.faults import Faults
 from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.residency import Tier
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.settings import CartridgeSettings, FleetSettings, PlacementSettings
 from tests.loadtest.cartridge_requests import chat_body
 from tests.loadtest.replica_client import StartReplica, mark_of

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 import redis
 
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router import app
 from cartridge_router.app import kept_running, running_gateway
 from cartridge_router.selection import Selector

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.catalog import Catalog
 from tests.loadtest.cartridge_requests import until
 from tests.router.stored_cartridges import digest_of, put_cartridge

@@ -12,7 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.cli import run
 from tests.router.stored_cartridges import digest_of, flip_a_bit, put_cartridge
 

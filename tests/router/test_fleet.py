@@ -11,7 +11,7 @@ from aiohttp import web
 
 from cartridge_loadtest.faults import Faults
 from cartridge_proto.residency import ReplicaId
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.fleet import Fleet, Replica
 from tests.loadtest.cartridge_requests import until
 from tests.loadtest.replica_client import MODEL, StartReplica, quick_settings

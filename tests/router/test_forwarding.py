@@ -16,7 +16,7 @@ from cartridge_loadtest.simulated_replica import SimulatedReplica
 from cartridge_proto.composition import cache_salt, decode_message
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import ConventionKind
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.settings import FleetSettings, ForwardingSettings
 from tests.loadtest.cartridge_requests import chat_body, until
 from tests.loadtest.replica_client import StartReplica, mark_of, quick_settings

@@ -11,7 +11,7 @@ from cartridge_policies.cartridge_aware import CartridgeAware
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.residency import ReplicaId
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.catalog import Cartridge
 from cartridge_router.fleet import Fleet
 from cartridge_router.placement import Placer

@@ -10,7 +10,7 @@ from cartridge_proto.manifest import (
     ConventionKind,
     PositionLayout,
 )
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.settings import CartridgeSettings
 from tests.loadtest.replica_client import StartReplica
 from tests.router.fleets import named, start_replicas

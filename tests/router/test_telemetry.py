@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from tests.loadtest.replica_client import StartReplica
 from tests.router.fleets import named, start_fleet, start_replicas
 from tests.router.gateway_client import CHAT, TEXT, StartGateway, quick_gateway

@@ -17,7 +17,7 @@ import msgspec
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import ConventionKind, Manifest
 from cartridge_proto.safetensors_header import tensor_ranges
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.demo.questions import Question, text_name
 from cartridge_router.demo.stack import (
     ENGINE_ENVIRONMENT,

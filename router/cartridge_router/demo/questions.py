@@ -17,7 +17,7 @@ from rich.table import Table
 
 from cartridge_proto import names
 from cartridge_proto.digest import sha256_digest
-from cartridge_proto.store import LocalStore
+from cartridge_proto.stores import LocalStore
 from cartridge_router.demo.stack import MODEL_NAME, DemoFailed, get_json
 
 if TYPE_CHECKING:

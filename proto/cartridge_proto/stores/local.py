@@ -24,24 +24,13 @@ from cartridge_proto.manifest import (
     encode_manifest,
 )
 from cartridge_proto.safetensors_header import InvalidPayload, check_blob
+from cartridge_proto.stores.interface import CorruptStore, NotInStore, StoreError
 
 _ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,126}@[a-z0-9][a-z0-9._-]{0,126}")
 _CHUNK_BYTES = 1 << 20
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Never through a symlink, and never waiting for the other end of a pipe."""
 _MAX_ALIAS_BYTES = 128
-
-
-class StoreError(Exception):
-    """Base of what can go wrong with a store."""
-
-
-class NotInStore(StoreError):
-    """No such alias, manifest or blob."""
-
-
-class CorruptStore(StoreError):
-    """Stored bytes do not hash to their name, or break the manifest contract."""
 
 
 class LocalStore:

@@ -1,0 +1,14 @@
+"""Cartridge stores behind one interface: what is put is read back, or an error says why not.
+
+Owns the public names. Refuses to import a client library before a store that needs it is opened.
+"""
+
+from cartridge_proto.stores.interface import (
+    CorruptStore,
+    NotInStore,
+    StoreError,
+    StoreUnavailable,
+)
+from cartridge_proto.stores.local import LocalStore
+
+__all__ = ["CorruptStore", "LocalStore", "NotInStore", "StoreError", "StoreUnavailable"]
