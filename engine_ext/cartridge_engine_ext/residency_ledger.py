@@ -1,0 +1,148 @@
+"""What one replica holds at which tier: the one place that knows, and tells the fleet.
+
+Owns a row for each artifact (tiers nvme and dram) and for each composition whose prefix is whole in
+vLLM's own blocks (tier hbm). Refuses to move bytes: tiers say what they hold after it can be used,
+and before it is given back.
+"""
+
+import contextlib
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cartridge_proto.digest import Digest
+from cartridge_proto.residency import TIERS_FASTEST_FIRST, Tier
+
+MAX_UNREAD = 1000
+"""Changes kept for a watcher that does not read; then its watch ends, and it starts anew."""
+
+
+@dataclass(frozen=True)
+class ResidencyRow:
+    """Fastest tier of one artifact or composition; `tier` is `None` when it is gone."""
+
+    digest: Digest
+    tier: Tier | None
+    size_bytes: int
+    is_pinned: bool
+
+
+class Publication(Protocol):
+    """Where rows go; see `ResidencyPublisher`."""
+
+    def put(self, digest: Digest, tier: Tier, size_bytes: int, *, is_pinned: bool = False) -> None:
+        """Note that a row is new or changed."""
+        ...
+
+    def withdraw(self, digest: Digest) -> None:
+        """Note that a row is gone."""
+        ...
+
+
+@dataclass
+class _Holding:
+    """Who holds one digest. A tier may hold it twice for a moment: loaded anew while evicted."""
+
+    sizes: dict[Tier, int] = field(default_factory=dict)
+    num_holders: Counter[Tier] = field(default_factory=Counter)
+    pinned: set[Tier] = field(default_factory=set)
+
+
+class ResidencyLedger:
+    """Rows of one replica. All methods may be called from any thread and return at once."""
+
+    def __init__(self, publication: Publication | None = None) -> None:
+        self._publication = publication
+        self._lock = threading.Lock()
+        self._holdings: dict[Digest, _Holding] = {}
+        self._watchers: list[queue.Queue[ResidencyRow | None]] = []
+
+    def enter(self, digest: Digest, tier: Tier, size_bytes: int) -> None:
+        """A tier holds a digest, and it can be used there."""
+        with self._lock:
+            before = self._row(digest)
+            holding = self._holdings.setdefault(digest, _Holding())
+            holding.sizes[tier] = size_bytes
+            holding.num_holders[tier] += 1
+            self._tell_change(digest, before)
+
+    def leave(self, digest: Digest, tier: Tier) -> None:
+        """A tier is about to give a digest back; what was never entered is no change."""
+        with self._lock:
+            holding = self._holdings.get(digest)
+            if holding is None or not holding.num_holders[tier]:
+                return
+            before = self._row(digest)
+            holding.num_holders[tier] -= 1
+            if not holding.num_holders[tier]:
+                del holding.num_holders[tier], holding.sizes[tier]
+                holding.pinned.discard(tier)
+            if not holding.sizes:
+                del self._holdings[digest]
+            self._tell_change(digest, before)
+
+    def set_pinned(self, digest: Digest, tier: Tier, *, is_pinned: bool) -> None:
+        """A tier keeps a digest until it is unpinned, or no longer does."""
+        with self._lock:
+            holding = self._holdings.get(digest)
+            if holding is None or tier not in holding.sizes:
+                return
+            before = self._row(digest)
+            (holding.pinned.add if is_pinned else holding.pinned.discard)(tier)
+            self._tell_change(digest, before)
+
+    def rows(self) -> list[ResidencyRow]:
+        """All rows."""
+        with self._lock:
+            return [self._row(digest) for digest in self._holdings]
+
+    def tiers(self, digest: Digest) -> list[Tier]:
+        """Tiers that hold a digest, fastest first."""
+        with self._lock:
+            holding = self._holdings.get(digest)
+            return [tier for tier in TIERS_FASTEST_FIRST if holding and tier in holding.sizes]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator["queue.Queue[ResidencyRow | None]"]:
+        """A queue of all rows, then of each change, in order.
+
+        `None` ends it: the reader was too slow, and has to start anew.
+        """
+        changes: queue.Queue[ResidencyRow | None] = queue.Queue()
+        with self._lock:
+            for digest in self._holdings:
+                changes.put(self._row(digest))
+            self._watchers.append(changes)
+        try:
+            yield changes
+        finally:
+            with self._lock:
+                if changes in self._watchers:
+                    self._watchers.remove(changes)
+
+    # --- with the lock held ----------------------------------------------------------------------
+    def _row(self, digest: Digest) -> ResidencyRow:
+        holding = self._holdings.get(digest)
+        if holding is None or not holding.sizes:
+            return ResidencyRow(digest, None, 0, is_pinned=False)
+        tier = min(holding.sizes, key=TIERS_FASTEST_FIRST.index)
+        return ResidencyRow(digest, tier, holding.sizes[tier], bool(holding.pinned))
+
+    def _tell_change(self, digest: Digest, before: ResidencyRow) -> None:
+        row = self._row(digest)
+        if row == before:
+            return
+        if self._publication is not None:
+            if row.tier is None:
+                self._publication.withdraw(digest)
+            else:
+                self._publication.put(digest, row.tier, row.size_bytes, is_pinned=row.is_pinned)
+        for watcher in list(self._watchers):
+            if watcher.qsize() >= MAX_UNREAD:
+                self._watchers.remove(watcher)
+                watcher.put(None)
+            else:
+                watcher.put(row)
