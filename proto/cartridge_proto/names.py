@@ -58,6 +58,37 @@ def lease_key(replica: str) -> str:
 # --- environment -----------------------------------------------------------------------------
 ENV_PREFIX: Final = "CARTRIDGE_ROUTER_"
 ENV_RESIDENCY_KEY: Final = "CARTRIDGE_ROUTER_RESIDENCY_KEY"
+ENV_FAILPOINT: Final = "CARTRIDGE_FAILPOINT"
+ENV_STORE_USERNAME: Final = "CARTRIDGE_STORE_USERNAME"
+"""Account at an OCI registry or a Redis store; `s3` stores read the variables of AWS."""
+ENV_STORE_PASSWORD: Final = "CARTRIDGE_STORE_PASSWORD"  # noqa: S105 - the name, no secret
+
+# --- stores (docs/spec/store-v1.md) -----------------------------------------------------------
+MEDIA_TYPE_ARTIFACT: Final = "application/vnd.cartridge.artifact.v1"
+MEDIA_TYPE_MANIFEST: Final = "application/vnd.cartridge.manifest.v1+json"
+MEDIA_TYPE_BLOB: Final = "application/vnd.cartridge.blob.v1.safetensors"
+MEDIA_TYPE_OCI_MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
+
+
+def store_blob_key(prefix: str, digest: str) -> str:
+    """String of a Redis store: the bytes of a blob."""
+    return f"{prefix}:blob:{digest}"
+
+
+def store_manifest_key(prefix: str, digest: str) -> str:
+    """String of a Redis store: the bytes of a manifest."""
+    return f"{prefix}:manifest:{digest}"
+
+
+def store_manifests_key(prefix: str) -> str:
+    """Set of a Redis store: the digests of all manifests."""
+    return f"{prefix}:manifests"
+
+
+def store_aliases_key(prefix: str) -> str:
+    """Hash of a Redis store: alias -> digest."""
+    return f"{prefix}:aliases"
+
 
 # --- domain separation of hashes and signatures ------------------------------------------------
 DOMAIN_COMPOSITION: Final = b"cartridge-composition-v1"

@@ -436,7 +436,7 @@ def _writer(code: str, root: Path) -> subprocess.Popen[bytes]:
     program = (
         "import itertools, resource, sys\n"
         "from pathlib import Path\n"
-        "from cartridge_proto.stores import LocalStore\n"
+        "from cartridge_proto.stores import LocalStore, StoreUnavailable\n"
         "store = LocalStore(Path(sys.argv[1]))\n" + code
     )
     return subprocess.Popen([sys.executable, "-c", program, str(root)], stderr=subprocess.PIPE)
@@ -453,7 +453,7 @@ def test_a_full_disk_leaves_no_file_behind(tmp_path: Path) -> None:
     code = (
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "try:\n    store.put_blob(bytes(5000))\n"
-        "except OSError:\n    sys.exit(3)\n"
+        "except StoreUnavailable as error:\n    sys.exit(3 if 'too large' in str(error) else 4)\n"
     )
     with _writer(code, tmp_path) as process:
         _, errors = process.communicate(timeout=60)
