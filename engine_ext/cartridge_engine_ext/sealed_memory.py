@@ -52,6 +52,11 @@ class SealedMemory:
         inode = os.fstat(self._descriptor).st_ino
         return MemoryReference(os.getpid(), self._descriptor, inode, self.size_bytes)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the bytes were given up."""
+        return self._descriptor < 0
+
     def close(self) -> None:
         """Give up the bytes. Idempotent."""
         if self._descriptor >= 0:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.eviction import EvictionPolicyName
 from cartridge_proto.names import ENV_RESIDENCY_KEY
 from cartridge_proto.residency import ReplicaId
 
@@ -36,6 +37,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """host:port of the gRPC control service; port 0 takes a free one; absent = no service."""
     dram_bytes: int = DEFAULT_DRAM_BYTES
     """Bound of the verified artifacts kept in memory."""
+    pinned_bytes: int | None = None
+    """Part of `dram_bytes` that pins may take; default: half."""
+    eviction_policy: EvictionPolicyName = EvictionPolicyName.LRU
+    """What leaves the dram tier first."""
+    hbm_pinned_fraction: float = 0.25
+    """Part of vLLM's KV blocks that pins may keep from eviction."""
     num_loaders: int = 2
     """Threads that fetch and verify."""
     lease_s: float = 6.0
@@ -88,8 +95,14 @@ def _value_problems(values: dict[str, Any]) -> list[str]:
         for name in ("dram_bytes", "num_loaders")
         if name in values and values[name] <= 0
     ]
+    pinned, capacity = values.get("pinned_bytes"), values.get("dram_bytes", DEFAULT_DRAM_BYTES)
+    if pinned is not None and not 0 <= pinned <= capacity:
+        problems.append(f"pinned_bytes: {pinned} must be from 0 to dram_bytes ({capacity})")
     if "store" in values and not Path(values["store"]).is_dir():
         problems.append(f"store: {values['store']} is not a folder")
+    fraction = values.get("hbm_pinned_fraction")
+    if fraction is not None and not 0 <= fraction <= 1:
+        problems.append(f"hbm_pinned_fraction: {fraction} must be from 0 to 1")
     # Written so that NaN is out of range too.
     if "lease_s" in values and not 1 <= values["lease_s"] <= MAX_LEASE_S:
         problems.append(f"lease_s: {values['lease_s']} must be from 1 to {MAX_LEASE_S}")

@@ -42,6 +42,8 @@ def test_every_setting_can_be_set(tmp_path: Path) -> None:
         "redis_url": "redis://redis:6379",
         "control_address": "0.0.0.0:9001",
         "dram_bytes": 1,
+        "pinned_bytes": 1,
+        "eviction_policy": "gdsf",
         "num_loaders": 1,
         "lease_s": 1,
         "with_weights_digest": False,
@@ -56,6 +58,9 @@ def test_every_setting_can_be_set(tmp_path: Path) -> None:
     ("name", "value", "text"),
     [
         ("store", "/does/not/exist", "store: /does/not/exist is not a folder"),
+        ("pinned_bytes", (4 << 30) + 1, "pinned_bytes: 4294967297 must be from 0 to dram_bytes"),
+        ("pinned_bytes", -1, "pinned_bytes: -1 must be from 0"),
+        ("eviction_policy", "fifo", "eviction_policy: Invalid enum value 'fifo'"),
         ("dram_bytes", 0, "dram_bytes: 0 must be above 0"),
         ("num_loaders", -1, "num_loaders: -1 must be above 0"),
         ("lease_s", 0.5, "lease_s: 0.5 must be from 1 to 3600"),
