@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -44,7 +46,7 @@ class CartridgeConnector(KVConnectorBase_V1):
         self._runtime: SchedulerRuntime | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._runtime = SchedulerRuntime(vllm_config)
+            self._runtime = SchedulerRuntime(vllm_config, kv_cache_config)
         else:
             self._worker = make_worker_side(vllm_config, kv_cache_config.num_blocks)
 
@@ -58,11 +60,16 @@ class CartridgeConnector(KVConnectorBase_V1):
         """See `SchedulerSide.on_new_request`."""
         self._scheduler_side.on_new_request(request)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """Let the census of prefixes in HBM look at vLLM's blocks."""
+        assert self._runtime is not None  # noqa: S101 - called by the scheduler only
+        self._runtime.census.bind(gpu_block_pool)
+
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Virtual tokens to load; written within the step, so never asynchronous for vLLM."""
-        return self._scheduler_side.num_matched_tokens(request, num_computed_tokens), False
+        """Virtual tokens to load, between steps."""
+        return self._scheduler_side.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -79,8 +86,16 @@ class CartridgeConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take in what the worker did."""
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, LoadReport):
-            self._scheduler_side.take_report(report)
+        self._scheduler_side.take_output(
+            report if isinstance(report, LoadReport) else None,
+            connector_output.finished_recving or (),
+        )
+
+    def reset_cache(self) -> bool:
+        """VLLM drops its prefix cache: pins must not keep blocks of it."""
+        assert self._runtime is not None  # noqa: S101 - called by the scheduler only
+        self._runtime.census.unpin_all()
+        return True
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -105,11 +120,11 @@ class CartridgeConnector(KVConnectorBase_V1):
         self._worker_side.register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Write this step's loads before the forward pass reads them."""
+        """Begin this step's loads."""
         self._worker_side.start_load(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads end in `start_load_kv`."""
+        """Nothing to wait for: a request is scheduled after its load has ended."""
 
     def save_kv_layer(
         self,
@@ -124,15 +139,18 @@ class CartridgeConnector(KVConnectorBase_V1):
         """The forward pass has run: serve the self-test's read-backs."""
         self._worker_side.finish_step(self._plan)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of loads that failed."""
-        return self._worker_side.take_failed_blocks()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose load has ended, and those of them that failed."""
+        ended, failed = self._worker_side.take_transfers()
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What was loaded in this step."""
         return self._worker_side.take_report()
 
     def shutdown(self) -> None:
-        """End the threads of the scheduler half."""
+        """End the threads of either half."""
         if self._runtime is not None:
             self._runtime.stop()
+        if self._worker is not None:
+            self._worker.stop()

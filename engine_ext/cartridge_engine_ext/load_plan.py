@@ -51,14 +51,6 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Report these blocks as not loaded, so that the request fails."""
-
-    request_id: str
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Capture:
     """Read positions [0, num_tokens) of a request back after this step's forward pass."""
 
@@ -69,10 +61,10 @@ class Capture:
 
 @dataclass
 class LoadPlan(KVConnectorMetadata):
-    """All of one step."""
+    """All of one step. `failures` are requests whose load is reported as failed."""
 
     loads: list[Load] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
 
 
@@ -85,15 +77,16 @@ class LoadResult:
     error: str | None
 
 
+Captured = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer, [num_kv_heads, num_tokens, head_dim]; heads of one worker."""
+
+
 @dataclass
 class LoadReport(KVConnectorWorkerMetadata):
-    """What the worker did in one step, by request.
-
-    `captured` holds keys and values of each layer, [num_kv_heads, num_tokens, head_dim].
-    """
+    """What workers did in one step, by request; read-backs also by tensor-parallel rank."""
 
     results: dict[str, LoadResult] = field(default_factory=dict)
-    captured: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    captured: dict[str, dict[int, Captured]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadReport":
         """Join reports of several workers: a load failed if it failed on any."""
@@ -101,13 +94,17 @@ class LoadReport(KVConnectorWorkerMetadata):
         results = dict(self.results)
         for request_id, theirs in other.results.items():
             ours = results.get(request_id)
-            results[request_id] = (
-                theirs
-                if ours is None
-                else LoadResult(
-                    ours.size_bytes + theirs.size_bytes,
-                    max(ours.write_s, theirs.write_s),
-                    ours.error or theirs.error,
-                )
-            )
-        return LoadReport(results, {**self.captured, **other.captured})
+            results[request_id] = theirs if ours is None else joined(ours, theirs)
+        captured = dict(self.captured)
+        for request_id, by_rank in other.captured.items():
+            captured[request_id] = {**captured.get(request_id, {}), **by_rank}
+        return LoadReport(results, captured)
+
+
+def joined(one: LoadResult, other: LoadResult) -> LoadResult:
+    """One load as two workers saw it, each with its own heads."""
+    return LoadResult(
+        one.size_bytes + other.size_bytes,
+        max(one.write_s, other.write_s),
+        one.error or other.error,
+    )

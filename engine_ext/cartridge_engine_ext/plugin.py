@@ -8,7 +8,6 @@ import logging
 import queue
 import secrets
 import threading
-from collections import defaultdict, deque
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +16,21 @@ import torch
 import vllm
 from huggingface_hub import snapshot_download
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from cartridge_engine_ext import identity
 from cartridge_engine_ext.artifact_pool import ArtifactPool
 from cartridge_engine_ext.control_service import ControlServer, ControlService
 from cartridge_engine_ext.engine_client import EngineClient
 from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.hbm_census import HbmCensus
+from cartridge_engine_ext.load_plan import Captured
+from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
 from cartridge_engine_ext.scheduler_side import SchedulerSide, SelfTestGate
-from cartridge_engine_ext.self_test import Answer, Captured, Verdict, run_self_test
+from cartridge_engine_ext.self_test import Answer, Verdict, run_self_test
 from cartridge_engine_ext.settings import parse_settings, residency_key_from_environment
-from cartridge_engine_ext.worker_side import WorkerSide
+from cartridge_engine_ext.worker_side import HeadShard, WorkerSide, all_heads
 from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
 from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES, EngineIdentity
 from cartridge_proto.composition import cache_salt
@@ -38,6 +41,7 @@ from cartridge_proto.stores import LocalStore
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +64,10 @@ def check_engine_flags(config: "VllmConfig") -> None:
         )
     if transfer is None or transfer.kv_role != "kv_both":
         problems.append("kv_role must be kv_both")
-    if parallel.world_size != 1 or parallel.data_parallel_size != 1:
-        problems.append("tensor, pipeline and data parallel sizes must be 1 in this version")
+    if parallel.pipeline_parallel_size != 1 or parallel.data_parallel_size != 1:
+        problems.append("pipeline and data parallel sizes must be 1 in this version")
+    if parallel.nnodes != 1:
+        problems.append("all workers must be on one machine: they map the same memory")
     if config.speculative_config is not None:
         problems.append("speculative decoding is not supported with Cartridges in this version")
     if problems:
@@ -121,8 +127,14 @@ def inverse_frequencies(config: "VllmConfig") -> torch.Tensor:
 
 
 def make_worker_side(config: "VllmConfig", num_cache_blocks: int) -> WorkerSide:
-    """The worker half."""
+    """The worker half; called in the worker, whose tensor-parallel rank vLLM has set."""
+    shard = HeadShard(
+        rank=get_tensor_model_parallel_rank(),
+        size=config.parallel_config.tensor_parallel_size,
+        num_kv_heads=identity.geometry(_model_dir(config)).num_kv_heads,
+    )
     return WorkerSide(
+        shard=shard,
         attention_layers=config.compilation_config.static_forward_context,
         inverse_frequencies=inverse_frequencies(config),
         block_size=config.cache_config.block_size,
@@ -140,10 +152,19 @@ def adopt_engine_logging() -> None:
         package.propagate = False
 
 
+def _block_bytes(config: "KVCacheConfig") -> int:
+    """Bytes of one block of all layers, on one worker."""
+    size: int = sum(
+        group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        for group in config.kv_cache_groups
+    )
+    return size
+
+
 class SchedulerRuntime:
     """Everything beside the scheduler. Made once; `stop` ends it."""
 
-    def __init__(self, config: "VllmConfig") -> None:
+    def __init__(self, config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         adopt_engine_logging()
         settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
         self._engine = engine_identity(config)
@@ -152,16 +173,36 @@ class SchedulerRuntime:
         epoch = new_epoch()
         self._gate = SelfTestGate()
         self._not_ready: str | None = "the boot self-test has not run yet"
-        self._published: defaultdict[Digest, deque[int]] = defaultdict(deque)
-        self._captured: queue.Queue[Captured] = queue.Queue()
+        self._num_kv_heads = self._engine.geometry.num_kv_heads
+        self._captured: queue.Queue[dict[int, Captured]] = queue.Queue()
         self._is_stopping = threading.Event()
         self._client = EngineClient(settings.self_url, settings.api_key)
+        self._publisher = (
+            ResidencyPublisher(
+                redis_url=settings.redis_url,
+                replica=settings.replica,
+                epoch=epoch,
+                key=residency_key_from_environment(),
+                engine=self._engine,
+                engine_version=vllm.__version__,
+                lease_s=settings.lease_s,
+            )
+            if settings.redis_url
+            else None
+        )
+        self._ledger = ResidencyLedger(self._publisher)
+        self.census = HbmCensus(
+            self._ledger,
+            group_ids=kv_cache_config.prefix_cacheable_group_ids,
+            block_bytes=_block_bytes(kv_cache_config) * config.parallel_config.tensor_parallel_size,
+            pinned_fraction=settings.hbm_pinned_fraction,
+        )
         self._pool = ArtifactPool(
             store=LocalStore(Path(settings.store)),
             engine=self._engine,
             capacity_bytes=settings.dram_bytes,
             num_loaders=settings.num_loaders,
-            on_ready=self._publish_ready,
+            on_ready=lambda digest, size_bytes: self._ledger.enter(digest, Tier.DRAM, size_bytes),
             on_evict=self._withdraw,
         )
         service = ControlService(
@@ -175,20 +216,6 @@ class SchedulerRuntime:
         self._control = (
             ControlServer(service, settings.control_address) if settings.control_address else None
         )
-        self._publisher = (
-            ResidencyPublisher(
-                redis_url=settings.redis_url,
-                replica=settings.replica,
-                epoch=epoch,
-                key=residency_key_from_environment(),
-                engine=self._engine,
-                engine_version=vllm.__version__,
-                control_address=self._control.address if self._control else None,
-                lease_s=settings.lease_s,
-            )
-            if settings.redis_url
-            else None
-        )
         self.scheduler_side = SchedulerSide(
             pool=self._pool,
             engine=self._engine,
@@ -198,6 +225,7 @@ class SchedulerRuntime:
             # that were prefilled as text would fail loudly.
             placeholder_token_id=self._vocab_size,
             gate=self._gate,
+            census=self.census,
             publish_receipt=self._publish_receipt,
             on_captured=self._captured.put,
         )
@@ -233,7 +261,7 @@ class SchedulerRuntime:
         if self._control is not None:
             self._control.set_serving(is_serving=True)
         if self._publisher is not None:
-            self._publisher.start()
+            self._publisher.start(self._control.address if self._control is not None else None)
 
     def _self_test(self) -> Verdict:
         model = self._client.served_model()
@@ -249,7 +277,8 @@ class SchedulerRuntime:
         def capture(prompt: list[int], num_tokens: int) -> tuple[Answer, Captured]:
             params = {FIELD_SELF_TEST: proof(num_tokens)}
             answer = self._client.complete(model, prompt, params, secrets.token_hex(16))
-            return answer, self._captured.get(timeout=CAPTURE_TIMEOUT_S)
+            by_rank = self._captured.get(timeout=CAPTURE_TIMEOUT_S)
+            return answer, all_heads(by_rank, self._num_kv_heads)
 
         return run_self_test(
             engine=self._engine,
@@ -262,15 +291,9 @@ class SchedulerRuntime:
         )
 
     # --- what the fleet is told ------------------------------------------------------------------
-    def _publish_ready(self, digest: Digest, size_bytes: int) -> None:
-        if self._publisher is not None:
-            seq = self._publisher.put(digest, Tier.DRAM, size_bytes)
-            self._published[digest].append(seq)
-
     def _withdraw(self, digest: Digest) -> None:
-        """Withdraw the oldest record: an artifact can be loaded again while it is evicted."""
-        if self._publisher is not None and self._published[digest]:
-            self._publisher.withdraw(digest, self._published[digest].popleft())
+        self._ledger.leave(digest, Tier.DRAM)
+        if self._publisher is not None:
             self._publisher.flush(EVICTION_FLUSH_S)
 
     def _publish_receipt(self, receipt: Receipt) -> None:

@@ -67,7 +67,6 @@ class ResidencyPublisher:
         key: bytes | None,
         engine: EngineIdentity,
         engine_version: str,
-        control_address: str | None = None,
         lease_s: float = 6.0,
     ) -> None:
         self.replica = replica
@@ -75,7 +74,7 @@ class ResidencyPublisher:
         self._key = key
         self._engine = engine
         self._engine_version = engine_version
-        self._control_address = control_address
+        self._control_address: str | None = None
         self._lease_s = lease_s
         self._client = redis.Redis.from_url(
             redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
@@ -91,8 +90,9 @@ class ResidencyPublisher:
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="residency-publisher", daemon=True)
 
-    def start(self) -> None:
-        """Register the replica and begin to publish."""
+    def start(self, control_address: str | None = None) -> None:
+        """Register the replica, with the address of its control service, and begin to publish."""
+        self._control_address = control_address
         self._thread.start()
 
     def put(
@@ -103,12 +103,8 @@ class ResidencyPublisher:
         *,
         state: ResidencyState = ResidencyState.READY,
         is_pinned: bool = False,
-    ) -> int:
-        """Note that an artifact is at a tier; call it when the bytes are usable there.
-
-        Returns:
-            The sequence number of the record, for `withdraw`.
-        """
+    ) -> None:
+        """Note that an artifact is at a tier; call it when the bytes are usable there."""
         with self._condition:
             self._seq += 1
             record = ResidencyRecord(
@@ -123,19 +119,12 @@ class ResidencyPublisher:
             )
             self._records[digest] = record
             self._note_change(digest, record)
-            return self._seq
 
-    def withdraw(self, digest: Digest, seq: int | None = None) -> None:
-        """Note that an artifact is gone; `flush` before its bytes are overwritten.
-
-        With the `seq` of a record, a newer record of the same artifact stays: it was loaded again
-        while the old bytes were on their way out.
-        """
+    def withdraw(self, digest: Digest) -> None:
+        """Note that an artifact is gone; `flush` before its bytes are overwritten."""
         with self._condition:
-            record = self._records.get(digest)
-            if record is None or seq not in (None, record.seq):
+            if self._records.pop(digest, None) is None:
                 return
-            del self._records[digest]
             self._seq += 1
             self._note_change(digest, None)
 

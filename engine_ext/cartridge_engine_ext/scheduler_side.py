@@ -8,7 +8,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,19 @@ import msgspec
 
 from cartridge_engine_ext.artifact_pool import Artifact, ArtifactPool
 from cartridge_engine_ext.errors import Refusal
+from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.load_plan import (
     Capture,
-    Failure,
+    Captured,
     Load,
     LoadPlan,
     LoadReport,
     LoadResult,
     Segment,
     TensorReference,
+    joined,
 )
-from cartridge_engine_ext.virtual_prefix import blocks_of_range, context_overrun
+from cartridge_engine_ext.virtual_prefix import context_overrun
 from cartridge_proto.claims import FalseClaim, check_claims
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import (
@@ -72,6 +74,15 @@ class _VirtualRequest:
     loaded_bytes: int = 0
     load_s: float = 0.0
     wait_s: float | None = None
+    is_acquired: bool = False
+    is_counted: bool = False
+    """Listed in the census of prefixes in HBM."""
+    is_loading: bool = False
+    """The workers have a load of this request that not all of them have ended."""
+    result: LoadResult | None = None
+    """Of that load, from the workers that have told so far."""
+    has_error: bool | None = None
+    """How the request ended while its load went on; `None` while it lives."""
 
     @property
     def deadline_s(self) -> float:
@@ -127,8 +138,9 @@ class SchedulerSide:
         epoch: Epoch,
         placeholder_token_id: int,
         gate: SelfTestGate,
+        census: HbmCensus,
         publish_receipt: Callable[[Receipt], None],
-        on_captured: Callable[[Any], None],
+        on_captured: Callable[[dict[int, Captured]], None],
     ) -> None:
         self._pool = pool
         self._engine = engine
@@ -136,9 +148,11 @@ class SchedulerSide:
         self._epoch = epoch
         self._placeholder = placeholder_token_id
         self._gate = gate
+        self._census = census
         self._publish_receipt = publish_receipt
         self._on_captured = on_captured
         self._tracked: dict[str, _Tracked] = {}
+        self._loading: dict[str, str] = {}
         self._plan = LoadPlan()
 
     # --- hooks of the connector, in the order vLLM calls them ----------------------------------
@@ -163,29 +177,31 @@ class SchedulerSide:
                 claimed_request_id(params[FIELD_CARTRIDGES]),
             )
 
-    def num_matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:
-        """Virtual tokens to load beyond those computed; `None` = ask again, the bytes are coming.
+    def num_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Virtual tokens to load beyond those computed, and whether a load will bring them.
 
-        Has no side effect that a second call would repeat.
+        `None` = ask again, the bytes are coming. Nothing that a second call would repeat.
         """
         tracked = self._tracked.get(request.request_id)
         if isinstance(tracked, _Doomed):
-            return 1
+            return 1, True
         if not isinstance(tracked, _VirtualRequest):
-            return 0
+            return 0, False
         missing = max(0, tracked.message.num_tokens - num_computed_tokens)
         if missing and tracked.refusal is None:
             try:
-                if not self._is_loaded(tracked):
-                    return None
+                if not self._is_loaded(tracked) or self._is_coming(request, missing):
+                    return None, False
             except Refusal as refusal:
                 tracked.refusal = refusal
-        return missing
+        return missing, missing > 0
 
     def after_allocation(
         self, request: "Request", block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """Plan the load of a request that has its blocks; called again after a preemption."""
+        """Plan the load of a request that has its blocks; called again after the load."""
         tracked = self._tracked.get(request.request_id)
         if isinstance(tracked, _CaptureRequest) and not tracked.is_captured:
             tracked.is_captured = True
@@ -193,44 +209,68 @@ class SchedulerSide:
                 Capture(request.request_id, tracked.num_tokens, tuple(block_ids))
             )
         elif isinstance(tracked, _Doomed):
-            self._plan.failures.append(Failure(request.request_id, tuple(block_ids[:1])))
+            self._plan.failures.append(request.request_id)
         elif isinstance(tracked, _VirtualRequest):
             self._plan_load(request, tracked, tuple(block_ids), num_external_tokens)
 
     def take_plan(self) -> LoadPlan:
-        """The loads of this step."""
+        """The loads of this step; scheduling it is done."""
+        self._census.update()
         plan, self._plan = self._plan, LoadPlan()
         return plan
 
-    def take_report(self, report: LoadReport) -> None:
-        """Note what the worker did in a step."""
-        for request_id, result in report.results.items():
+    def take_output(self, report: LoadReport | None, ended: Iterable[str]) -> None:
+        """Note what workers did in a step, and the loads that all of them have ended."""
+        if report is not None:
+            for request_id, result in report.results.items():
+                tracked = self._tracked.get(request_id)
+                if isinstance(tracked, _VirtualRequest):
+                    before = tracked.result
+                    tracked.result = result if before is None else joined(before, result)
+            for by_rank in report.captured.values():
+                self._on_captured(by_rank)
+        for request_id in ended:
             tracked = self._tracked.get(request_id)
             if isinstance(tracked, _VirtualRequest):
-                self._note_result(tracked, result)
-        for tensors in report.captured.values():
-            self._on_captured(tensors)
+                self._end_load(request_id, tracked)
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
         """Give back what a request used; returns what goes into a non-streamed answer."""
-        tracked = self._tracked.pop(request.request_id, None)
-        receipt: Receipt | None
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return None
+        receipt: Receipt | None = None
         if isinstance(tracked, _Doomed):
             receipt = self._refused_receipt(tracked)
         elif isinstance(tracked, _VirtualRequest):
+            tracked.has_error = str(request.get_finished_reason()) == "error"
+            if tracked.is_loading:
+                # Workers still read its artifacts: the rest when they have ended.
+                return None
             self._release(tracked)
-            has_error = str(request.get_finished_reason()) == "error"
-            receipt = self._receipt(tracked, has_error=has_error)
-        else:
-            return None
+            receipt = self._receipt(tracked, has_error=tracked.has_error)
+        del self._tracked[request.request_id]
         if receipt is None:
             return None
         self._publish_receipt(receipt)
         return {FIELD_RECEIPT: msgspec.to_builtins(receipt)}
 
-    def _release(self, tracked: _VirtualRequest) -> None:
+    def _acquire(self, tracked: _VirtualRequest) -> None:
+        if tracked.is_acquired:
+            return
+        tracked.is_acquired = True
         for digest in tracked.digests:
-            self._pool.release(digest)
+            is_ready = self._pool.acquire(digest, tracked.deadline_s)
+            tracked.tiers[digest] = Tier.DRAM if is_ready else Tier.REMOTE
+
+    def _release(self, tracked: _VirtualRequest) -> None:
+        if tracked.is_acquired:
+            tracked.is_acquired = False
+            for digest in tracked.digests:
+                self._pool.release(digest)
+        if tracked.is_counted:
+            tracked.is_counted = False
+            self._census.leave(Digest(tracked.message.composition))
 
     # --- a new request ---------------------------------------------------------------------------
     def _track_capture(self, request: "Request", value: object) -> None:
@@ -249,10 +289,11 @@ class SchedulerSide:
         self._check_request(request, params, message)
         num_tokens = message.num_tokens
         tracked = _VirtualRequest(message, time.monotonic(), {})
-        for digest in tracked.digests:
-            is_ready = self._pool.acquire(digest, tracked.deadline_s)
-            tracked.tiers[digest] = Tier.DRAM if is_ready else Tier.REMOTE
         self._tracked[request.request_id] = tracked
+        is_aligned = num_tokens % self._engine.block_size == 0
+        if not (is_aligned and self._census.is_whole(Digest(message.composition))):
+            # At once: the bytes may come while the request waits for its turn.
+            self._acquire(tracked)
         placeholders = [self._placeholder] * num_tokens
         request.prompt_token_ids = placeholders + list(request.prompt_token_ids or [])
         request.num_prompt_tokens += num_tokens
@@ -305,7 +346,18 @@ class SchedulerSide:
         _rehash(request, secrets.token_hex(16))
 
     # --- scheduling ----------------------------------------------------------------------------
+    def _is_coming(self, request: "Request", num_missing_tokens: int) -> bool:
+        """Whether another request is loading the same full blocks, which vLLM will share."""
+        loader = self._loading.get(request.cache_salt or "")
+        return (
+            loader is not None
+            and loader != request.request_id
+            and num_missing_tokens >= self._engine.block_size
+            and bool(request.block_hashes)
+        )
+
     def _is_loaded(self, tracked: _VirtualRequest) -> bool:
+        self._acquire(tracked)
         artifacts = [self._pool.poll(digest) for digest in tracked.digests]
         ready = [artifact for artifact in artifacts if artifact is not None]
         if len(ready) < len(artifacts):
@@ -336,25 +388,55 @@ class SchedulerSide:
         start = stop - num_external_tokens
         if tracked.num_reused_tokens is None:
             tracked.num_reused_tokens = start
+        self._count(request, tracked)
         if num_external_tokens == 0:
             return
         if tracked.refusal is not None:
-            # Only the blocks of the load: those before it are good, and others may share them.
-            unloaded = blocks_of_range(block_ids, start, stop, self._engine.block_size)
-            self._plan.failures.append(Failure(request.request_id, tuple(unloaded)))
+            self._plan.failures.append(request.request_id)
             return
         tracked.num_loads += 1
+        tracked.is_loading = True
+        self._loading[request.cache_salt or ""] = request.request_id
         segments = [
             _segment(self._pool.poll(Digest(item.digest)), item.offset)
             for item in tracked.message.items
         ]
         self._plan.loads.append(Load(request.request_id, tuple(segments), start, stop, block_ids))
 
-    def _note_result(self, tracked: _VirtualRequest, result: LoadResult) -> None:
-        tracked.loaded_bytes += result.size_bytes
-        tracked.load_s += result.write_s
-        if result.error is not None:
-            tracked.refusal = Refusal(FailureReason.INTERNAL, result.error)
+    def _count(self, request: "Request", tracked: _VirtualRequest) -> None:
+        """List the prefix of a request that has its blocks in the census."""
+        if tracked.is_counted or tracked.refusal is not None:
+            return
+        tracked.is_counted = True
+        message = tracked.message
+        num_full = message.num_tokens // self._engine.block_size
+        covered = num_full * self._engine.block_size
+        tail_digests, stop = [], 0
+        for item in message.items:
+            stop += item.num_tokens
+            if stop > covered:
+                tail_digests.append(Digest(item.digest))
+        self._census.enter(
+            Digest(message.composition), request.block_hashes[:num_full], tail_digests
+        )
+
+    def _end_load(self, request_id: str, tracked: _VirtualRequest) -> None:
+        """All workers have ended the load of a request."""
+        tracked.is_loading = False
+        for salt in [salt for salt, loader in self._loading.items() if loader == request_id]:
+            del self._loading[salt]
+        result, tracked.result = tracked.result, None
+        if result is not None:
+            tracked.loaded_bytes += result.size_bytes
+            tracked.load_s += result.write_s
+            if result.error is not None:
+                tracked.refusal = Refusal(FailureReason.INTERNAL, result.error)
+        if tracked.has_error is not None:
+            self._release(tracked)
+            del self._tracked[request_id]
+            receipt = self._receipt(tracked, has_error=tracked.has_error)
+            if receipt is not None:
+                self._publish_receipt(receipt)
 
     # --- receipts --------------------------------------------------------------------------------
     def _receipt(self, tracked: _VirtualRequest, *, has_error: bool) -> Receipt | None:

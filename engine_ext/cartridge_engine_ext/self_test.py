@@ -5,7 +5,7 @@ right from wrong: a prefix without its last position must be noticed.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from cartridge_engine_ext.artifact_pool import Artifact
 from cartridge_engine_ext.errors import SelfTestFailed
+from cartridge_engine_ext.load_plan import Captured
 from cartridge_engine_ext.payload import DTYPE_NAMES, pack_payload
 from cartridge_engine_ext.prefill_manifest import prefill_manifest
 from cartridge_engine_ext.sealed_memory import SealedMemory
@@ -48,8 +49,6 @@ TOLERANCES = {"F32": 1e-3, "BF16": 0.08, "F16": 0.02}
 The same KV is read both times, so only the order of float32 sums differs (seen: 3e-5). For half
 precision the live tokens' rounding can differ with the batch shape: a few units in the last place.
 """
-
-Captured = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 RELATIVE_KEY_TOLERANCES = {"F32": 1e-4, "BF16": 2**-7, "F16": 2**-10}
 """Largest allowed difference of a moved key, as a part of the largest key, by KV dtype.

@@ -29,13 +29,6 @@ def slot_range(block_ids: Sequence[int], start: int, stop: int, block_size: int)
     ]
 
 
-def blocks_of_range(block_ids: Sequence[int], start: int, stop: int, block_size: int) -> list[int]:
-    """Ids of the blocks that hold any of the positions [start, stop)."""
-    if start >= stop:
-        return []
-    return list(block_ids[start // block_size : num_blocks(stop, block_size)])
-
-
 @dataclass(frozen=True)
 class SegmentRows:
     """Rows [begin, end) of segment `index` of a composition."""

@@ -1,12 +1,18 @@
 """The worker half of the connector: writes verified keys and values into vLLM's blocks.
 
-Owns the write through the backend's own cache writer and the read-back of the self-test. Refuses to
-choose anything: slots, segments and failures come from the scheduler half.
+Owns the write through the backend's own cache writer, on a thread of its own beside the forward
+passes, and the read-back of the self-test. Refuses to choose anything: slots, segments and failures
+come from the scheduler half.
 """
 
+import contextlib
 import logging
 import re
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +21,7 @@ from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.layout_probe import AttentionLayer, CacheReader
 from cartridge_engine_ext.load_plan import (
     Capture,
+    Captured,
     Load,
     LoadPlan,
     LoadReport,
@@ -22,12 +29,49 @@ from cartridge_engine_ext.load_plan import (
     TensorReference,
 )
 from cartridge_engine_ext.sealed_memory import map_memory
-from cartridge_engine_ext.virtual_prefix import blocks_of_range, rows_of_range, slot_range
+from cartridge_engine_ext.virtual_prefix import rows_of_range, slot_range
 from cartridge_kernels.rope import relocate_keys
 
 logger = logging.getLogger(__name__)
 
 _LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class HeadShard:
+    """Which KV heads one of `size` tensor-parallel workers keeps.
+
+    With fewer heads than workers each head is kept by several of them, as vLLM's own weights are.
+    """
+
+    rank: int
+    size: int
+    num_kv_heads: int
+
+    @property
+    def heads(self) -> slice:
+        """Heads of this worker among all `num_kv_heads`."""
+        if self.num_kv_heads < self.size:
+            head = self.rank * self.num_kv_heads // self.size
+            return slice(head, head + 1)
+        count = self.num_kv_heads // self.size
+        return slice(self.rank * count, (self.rank + 1) * count)
+
+
+def all_heads(by_rank: dict[int, Captured], num_kv_heads: int) -> Captured:
+    """Read-backs of all workers as one, with every head once and in order."""
+    size = len(by_rank)
+    parts: list[Captured] = []
+    num_found = 0
+    for rank in sorted(by_rank):
+        heads = HeadShard(rank, size, num_kv_heads).heads
+        if heads.start == num_found:  # else another worker with the same head came before
+            parts.append(by_rank[rank])
+            num_found = heads.stop
+    return [
+        (torch.cat([key for key, _ in layer]), torch.cat([value for _, value in layer]))
+        for layer in zip(*parts, strict=True)
+    ]
 
 
 class WorkerSide:
@@ -40,15 +84,21 @@ class WorkerSide:
         inverse_frequencies: torch.Tensor,
         block_size: int,
         num_cache_blocks: int,
+        shard: HeadShard,
     ) -> None:
         self._attention_layers = attention_layers
         self._inverse_frequencies = inverse_frequencies
         self._block_size = block_size
         self._num_cache_blocks = num_cache_blocks
+        self._shard = shard
         self._layers: list[AttentionLayer] = []
         self._reader: CacheReader | None = None
-        self._failed_blocks: set[int] = set()
-        self._report = LoadReport()
+        self._captured: dict[str, dict[int, Captured]] = {}
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="cartridge-writer")
+        self._lock = threading.Lock()
+        self._results: dict[str, LoadResult] = {}
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn the layers that have a KV cache, in model order.
@@ -69,40 +119,53 @@ class WorkerSide:
         self._reader = CacheReader.probe(self._layers[0], self._block_size, self._num_cache_blocks)
 
     def start_load(self, plan: LoadPlan) -> None:
-        """Write every load of this step. A load that fails fails its request only."""
-        for failure in plan.failures:
-            self._failed_blocks.update(failure.block_ids)
+        """Begin every load of this step; forward passes of other requests go on meanwhile."""
+        with self._lock:
+            self._finished.update(plan.failures)
+            self._failed.update(plan.failures)
         for load in plan.loads:
-            started_s = time.monotonic()
-            error = None
-            try:
-                size_bytes = self._write(load)
-            except Exception as caught:
-                logger.exception("request %s: virtual prefix not written", load.request_id)
-                error, size_bytes = f"{type(caught).__name__}: {caught}", 0
-                self._failed_blocks.update(
-                    blocks_of_range(load.block_ids, load.start, load.stop, self._block_size)
-                )
-            self._report.results[load.request_id] = LoadResult(
-                size_bytes, time.monotonic() - started_s, error
-            )
+            self._executor.submit(self._run, load)
 
     def finish_step(self, plan: LoadPlan) -> None:
         """Read back what the self-test asked for; the forward pass has run."""
         for capture in plan.captures:
-            self._report.captured[capture.request_id] = self._read_back(capture)
+            self._captured[capture.request_id] = {self._shard.rank: self._read_back(capture)}
 
-    def take_failed_blocks(self) -> set[int]:
-        """Blocks whose load failed since the last call."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+    def take_transfers(self) -> tuple[set[str], set[str]]:
+        """Requests whose load has ended since the last call, and those of them that failed."""
+        with self._lock:
+            taken = self._finished, self._failed
+            self._finished, self._failed = set(), set()
+        return taken
 
     def take_report(self) -> LoadReport | None:
         """What was done since the last call; `None` when nothing was."""
-        if not self._report.results and not self._report.captured:
-            return None
-        report, self._report = self._report, LoadReport()
-        return report
+        with self._lock:
+            results, self._results = self._results, {}
+        captured, self._captured = self._captured, {}
+        return LoadReport(results, captured) if results or captured else None
+
+    def stop(self) -> None:
+        """Wait for the load that is being written, and give up the rest."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    # --- on the writing thread -------------------------------------------------------------------
+    def _run(self, load: Load) -> None:
+        """Write one load. One that fails fails its request only."""
+        started_s = time.monotonic()
+        error = None
+        try:
+            size_bytes = self._write(load)
+        except Exception as caught:
+            logger.exception("request %s: virtual prefix not written", load.request_id)
+            error, size_bytes = f"{type(caught).__name__}: {caught}", 0
+        result = LoadResult(size_bytes, time.monotonic() - started_s, error)
+        with self._lock:
+            # The result first: vLLM asks what has ended, then for the report, in that order.
+            self._results[load.request_id] = result
+            self._finished.add(load.request_id)
+            if error is not None:
+                self._failed.add(load.request_id)
 
     def _write(self, load: Load) -> int:
         slots = torch.tensor(
@@ -110,14 +173,15 @@ class WorkerSide:
         )
         lengths = [segment.num_tokens for segment in load.segments]
         rows = rows_of_range(lengths, load.start, load.stop)
+        heads = self._shard.heads
         size_bytes = 0
-        with _Mappings() as mappings:
+        with _Mappings() as mappings, _beside_forward_passes(self._layers[0].kv_cache.device):
             for index, layer in enumerate(self._layers):
                 keys, values = [], []
                 for part in rows:
                     segment = load.segments[part.index]
-                    key = mappings.tensor(segment.keys[index])[:, part.begin : part.end]
-                    value = mappings.tensor(segment.values[index])[:, part.begin : part.end]
+                    key = mappings.tensor(segment.keys[index])[heads, part.begin : part.end]
+                    value = mappings.tensor(segment.values[index])[heads, part.begin : part.end]
                     keys.append(
                         relocate_keys(key, segment.num_positions, self._inverse_frequencies)
                     )
@@ -140,7 +204,7 @@ class WorkerSide:
         layer.impl.do_kv_cache_update(layer, key, value, cache, slots.to(cache.device))
         return key.nbytes + value.nbytes
 
-    def _read_back(self, capture: Capture) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _read_back(self, capture: Capture) -> Captured:
         assert self._reader is not None  # noqa: S101 - vLLM registers caches before any step
         return [
             self._reader.read(layer.kv_cache, capture.block_ids, capture.num_tokens)
@@ -158,6 +222,18 @@ def _cast(rows: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     if cast.dtype != rows.dtype and not bool(cast.isfinite().all()):
         raise ValueError(f"{rows.dtype} keys or values do not fit the KV cache's {cache.dtype}")
     return cast
+
+
+@contextlib.contextmanager
+def _beside_forward_passes(device: torch.device) -> Iterator[None]:
+    """On a GPU: a stream of its own, whose work is done when the block ends."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no types for it
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 class _Mappings:

@@ -156,10 +156,9 @@ class SimulatedEngine:
                     key=self.settings.residency_key,
                     engine=self.identity,
                     engine_version=ENGINE_VERSION,
-                    control_address=self.settings.control_address,
                     lease_s=self.settings.lease_s,
                 )
-                self._publisher.start()
+                self._publisher.start(self.settings.control_address)
 
     # --- residency: what `DramTier` tells ------------------------------------------------------
     def put(self, digest: Digest, size_bytes: int) -> None:

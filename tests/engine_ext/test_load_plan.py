@@ -10,7 +10,6 @@ import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is
 # isort: split
 from cartridge_engine_ext.load_plan import (
     Capture,
-    Failure,
     Load,
     LoadPlan,
     LoadReport,
@@ -28,7 +27,7 @@ def test_a_plan_survives_the_way_to_another_process() -> None:
     """Everything in a plan pickles and comes back equal."""
     reference = TensorReference(MemoryReference(1, 2, 3, 4), "F32", (1, 2, 3), 8, 32)
     load = Load("r", (Segment(2, 5, (reference,), (reference,)),), 0, 2, (7,))
-    plan = LoadPlan([load], [Failure("f", (1, 2))], [Capture("c", 3, (4,))])
+    plan = LoadPlan([load], ["f"], [Capture("c", 3, (4,))])
     assert pickle.loads(pickle.dumps(plan)) == plan  # noqa: S301 - our own bytes
 
 
@@ -51,8 +50,9 @@ def test_a_load_failed_if_it_failed_on_any_worker(
 def test_joining_keeps_what_only_one_worker_did() -> None:
     """Requests and captures of either side are in the joined report; neither input changes."""
     rows = [(torch.zeros(1), torch.ones(1))]
-    one, other = LoadReport({"a": GOOD}, {"c": rows}), LoadReport({"b": BAD})
+    one, other = LoadReport({"a": GOOD}, {"c": {0: rows}}), LoadReport({"b": BAD}, {"c": {1: rows}})
     joined = one.aggregate(other)
     assert joined.results == {"a": GOOD, "b": BAD}
-    assert joined.captured == {"c": rows}
+    assert joined.captured == {"c": {0: rows, 1: rows}}
+    assert one.captured == {"c": {0: rows}}
     assert (one.results, other.results) == ({"a": GOOD}, {"b": BAD})

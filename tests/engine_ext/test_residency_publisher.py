@@ -66,10 +66,9 @@ def publishing(
         key=key,
         engine=ENGINE,
         engine_version="0.32.0",
-        control_address="127.0.0.1:9001",
         lease_s=lease_s,
     )
-    publisher.start()
+    publisher.start("127.0.0.1:9001")
     try:
         yield publisher
     finally:
@@ -285,19 +284,6 @@ def test_an_old_boot_leaves_the_newer_one_alone(redis_url: str, reader: Reader) 
             assert lease is not None
             assert lease.epoch == new.epoch
             assert set(reader.rows()) == {TWO}
-
-
-def test_a_late_withdrawal_leaves_a_newer_record(redis_url: str, reader: Reader) -> None:
-    """Withdrawing one load of an artifact does not withdraw the next one."""
-    with publishing(redis_url) as publisher:
-        first = publisher.put(ONE, Tier.DRAM, 100)
-        publisher.put(ONE, Tier.DRAM, 100)
-        publisher.withdraw(ONE, first)
-        assert publisher.flush(WAIT_S)
-        assert set(reader.rows()) == {ONE}
-        publisher.withdraw(ONE)
-        assert publisher.flush(WAIT_S)
-        assert reader.rows() == {}
 
 
 def test_a_publisher_that_never_started_can_stop(redis_url: str) -> None:

@@ -5,6 +5,7 @@ The request is a plain stand-in; pool, store and artifacts are real.
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is
 
 # isort: split
 from cartridge_engine_ext.artifact_pool import ArtifactPool
-from cartridge_engine_ext.load_plan import Capture, Failure, Load, LoadReport, LoadResult
+from cartridge_engine_ext.hbm_census import HbmCensus
+from cartridge_engine_ext.load_plan import Capture, Load, LoadReport, LoadResult
+from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.scheduler_side import SchedulerSide, SelfTestGate
 from cartridge_engine_ext.virtual_prefix import num_blocks
+from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import OnMiss, cache_salt
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import Manifest, PositionLayout
@@ -31,6 +35,7 @@ from cartridge_proto.residency import (
     ReplicaId,
     Tier,
 )
+from tests.engine_ext.fake_blocks import FakeBlockPool
 from tests.engine_ext.fake_request import (
     BLOCK_SIZE,
     LIVE,
@@ -66,6 +71,7 @@ class Engine:
     gate: SelfTestGate
     side: SchedulerSide
     receipts: list[Receipt]
+    blocks: FakeBlockPool
     captured: list[Any] = field(default_factory=list)
 
     def put(self, **sample: Any) -> tuple[Digest, Manifest]:
@@ -82,8 +88,9 @@ class Engine:
         """Ask until the bytes are there or refused."""
         end_s = time.monotonic() + WAIT_S
         while time.monotonic() < end_s:
-            count = self.side.num_matched_tokens(request, num_computed_tokens)
+            count, is_async = self.side.num_matched_tokens(request, num_computed_tokens)
             if count is not None:
+                assert is_async == (count > 0)
                 return count
         raise AssertionError("still loading")
 
@@ -98,10 +105,12 @@ class Engine:
         """Admit and schedule, and let a worker write every load without error."""
         self.side.on_new_request(request)
         self.schedule(request, num_computed_tokens)
-        results = {
-            load.request_id: LoadResult(1000, 0.5, None) for load in self.side.take_plan().loads
-        }
-        self.side.take_report(LoadReport(results))
+        self.write(LoadResult(1000, 0.5, None))
+
+    def write(self, result: LoadResult) -> None:
+        """Let a worker end every planned load with this result."""
+        results = {load.request_id: result for load in self.side.take_plan().loads}
+        self.side.take_output(LoadReport(results), list(results))
 
     def end(self, request: FakeRequest) -> Receipt:
         """Finish a request; its receipt must be published and part of the answer."""
@@ -118,7 +127,7 @@ class Engine:
         assert self.matched(request) == 1
         self.side.after_allocation(request, [5], 1)
         plan = self.side.take_plan()
-        assert (plan.loads, plan.failures) == ([], [Failure(request.request_id, (5,))])
+        assert (plan.loads, plan.failures) == ([], [request.request_id])
         request.finished_reason = "error"
         receipt = self.end(request)
         assert (receipt.status, receipt.items) == (ReceiptStatus.FAILED, [])
@@ -129,9 +138,9 @@ class Engine:
     def failed_to_load(self, request: FakeRequest) -> Receipt:
         """Admit a request whose load must be refused after it was asked for."""
         self.side.on_new_request(request)
-        blocks = self.schedule(request)
+        self.schedule(request)
         plan = self.side.take_plan()
-        assert (plan.loads, plan.failures) == ([], [Failure(request.request_id, blocks)])
+        assert (plan.loads, plan.failures) == ([], [request.request_id])
         request.finished_reason = "error"
         receipt = self.end(request)
         assert receipt.status is ReceiptStatus.FAILED
@@ -139,27 +148,38 @@ class Engine:
         return receipt
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+@contextmanager
+def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterator[Engine]:
     """An engine whose self-test has passed."""
-    store = ObservedStore(tmp_path)
-    pool = ArtifactPool(store=store, engine=ENGINE, capacity_bytes=1 << 20, num_loaders=2)
+    store = ObservedStore(store_dir)
+    pool = ArtifactPool(store=store, engine=identity, capacity_bytes=1 << 20, num_loaders=2)
     gate = SelfTestGate(token=TOKEN, is_open=True, immovable=None)
     receipts: list[Receipt] = []
     captured: list[Any] = []
+    blocks = FakeBlockPool()
+    census = HbmCensus(ResidencyLedger(), group_ids=[0], block_bytes=100, pinned_fraction=0.5)
+    census.bind(blocks)
     side = SchedulerSide(
         pool=pool,
-        engine=ENGINE,
+        engine=identity,
         replica=ReplicaId("replica-0"),
         epoch=Epoch("0" * 32),
         placeholder_token_id=PLACEHOLDER,
         gate=gate,
+        census=census,
         publish_receipt=receipts.append,
         on_captured=captured.append,
     )
-    yield Engine(store, pool, gate, side, receipts, captured)
+    yield Engine(store, pool, gate, side, receipts, blocks, captured)
     store.gate.set()
     pool.close()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """An engine of the sample's model."""
+    with running_engine(tmp_path) as running:
+        yield running
 
 
 # --- the prefix ----------------------------------------------------------------------------------
@@ -228,7 +248,7 @@ def test_other_requests_are_left_alone(params: Any, engine: Engine) -> None:
     engine.side.on_new_request(request)
     assert (request.all_token_ids, request.block_hashes) == before
     assert request.cache_salt == "mine"
-    assert engine.side.num_matched_tokens(request, 0) == 0
+    assert engine.side.num_matched_tokens(request, 0) == (0, False)
     engine.side.after_allocation(request, [1, 2], 0)
     plan = engine.side.take_plan()
     assert (plan.loads, plan.failures, plan.captures) == ([], [], [])
@@ -337,16 +357,6 @@ def test_a_false_composition_is_refused(engine: Engine) -> None:
     assert false in receipt.detail
 
 
-def test_only_the_blocks_of_the_load_fail(engine: Engine) -> None:
-    """Blocks that vLLM had already are good, and other requests may share them."""
-    message = message_of([engine.put(num_tokens=20)], lengths=[21])
-    request = request_with(message, prompt_token_ids=[1] * 20)
-    engine.side.on_new_request(request)
-    blocks = engine.schedule(request, num_computed_tokens=16)
-    assert len(blocks) == 3
-    assert engine.side.take_plan().failures == [Failure(request.request_id, blocks[1:2])]
-
-
 def test_a_false_length_is_refused(engine: Engine) -> None:
     """`num_tokens` of an item must be the manifest's, whatever the identity was made from."""
     message = message_of([engine.put(num_tokens=5)], lengths=[6])
@@ -382,21 +392,20 @@ def test_an_engine_that_cannot_move_keys_serves_in_place_only(engine: Engine) ->
     assert engine.end(in_place).status is ReceiptStatus.SERVED
 
 
-def test_keys_that_cannot_be_moved_are_refused(engine: Engine) -> None:
+def test_keys_that_cannot_be_moved_are_refused(tmp_path: Path) -> None:
     """A length-dependent rotary embedding is served in place and refused at an offset."""
     manifest, blob = sample_artifact()
     dynamic = msgspec.structs.replace(manifest.rope, type="dynamic", scaling={"factor": 2.0})
     manifest = msgspec.structs.replace(manifest, rope=dynamic)
-    digest = put_artifact(engine.store, manifest, blob)
-    engine.pool._engine = msgspec.structs.replace(ENGINE, rope=dynamic)
-    artifact = (digest, manifest)
-    receipt = engine.failed_to_load(request_with(message_of([artifact, artifact])))
-    assert receipt.reason is FailureReason.UNSUPPORTED
-    assert "items[1].offset: rope type dynamic" in receipt.detail
-    in_place = message_of([artifact, artifact], layout=PositionLayout.SHARED_LOCAL)
-    request = request_with(in_place)
-    engine.run(request)
-    assert engine.end(request).status is ReceiptStatus.SERVED
+    with running_engine(tmp_path, msgspec.structs.replace(ENGINE, rope=dynamic)) as engine:
+        artifact = (put_artifact(engine.store, manifest, blob), manifest)
+        receipt = engine.failed_to_load(request_with(message_of([artifact, artifact])))
+        assert receipt.reason is FailureReason.UNSUPPORTED
+        assert "items[1].offset: rope type dynamic" in receipt.detail
+        in_place = message_of([artifact, artifact], layout=PositionLayout.SHARED_LOCAL)
+        request = request_with(in_place)
+        engine.run(request)
+        assert engine.end(request).status is ReceiptStatus.SERVED
 
 
 @pytest.mark.parametrize(
@@ -421,8 +430,8 @@ def test_a_load_past_its_deadline_fails_its_request(engine: Engine) -> None:
     engine.store.gate.clear()
     request = request_with(message_of([engine.put()], deadline_ms=1))
     engine.side.on_new_request(request)
-    blocks = engine.schedule(request)
-    assert engine.side.take_plan().failures == [Failure(request.request_id, blocks)]
+    engine.schedule(request)
+    assert engine.side.take_plan().failures == [request.request_id]
     request.finished_reason = "error"
     receipt = engine.end(request)
     assert receipt.reason is FailureReason.DEADLINE
@@ -437,11 +446,15 @@ def test_matching_waits_for_the_bytes_and_changes_nothing(engine: Engine) -> Non
     request = request_with(message_of([(digest, manifest)]))
     engine.side.on_new_request(request)
     assert engine.store.reading.acquire(timeout=WAIT_S)
-    assert [engine.side.num_matched_tokens(request, 0) for _ in range(5)] == [None] * 5
+    assert [engine.side.num_matched_tokens(request, 0) for _ in range(5)] == [(None, False)] * 5
     engine.store.gate.set()
     engine.pool.wait(digest, WAIT_S)
-    assert [engine.side.num_matched_tokens(request, 0) for _ in range(5)] == [20] * 5
-    assert [engine.side.num_matched_tokens(request, n) for n in (16, 20, 22)] == [4, 0, 0]
+    assert [engine.side.num_matched_tokens(request, 0) for _ in range(5)] == [(20, True)] * 5
+    assert [engine.side.num_matched_tokens(request, n) for n in (16, 20, 22)] == [
+        (4, True),
+        (0, False),
+        (0, False),
+    ]
     assert engine.store.reads.total() == 1
     assert engine.side.take_plan().loads == []
     assert [num_users for _, num_users in engine.pool.residents()] == [1]
@@ -496,10 +509,97 @@ def test_a_preempted_request_is_loaded_again(engine: Engine) -> None:
     engine.side.after_allocation(request, [8, 9], engine.matched(request, 16))
     (load,) = engine.side.take_plan().loads
     assert (load.start, load.stop, load.block_ids) == (16, 20, (8, 9))
-    engine.side.take_report(LoadReport({request.request_id: LoadResult(500, 0.25, None)}))
+    report = LoadReport({request.request_id: LoadResult(500, 0.25, None)})
+    engine.side.take_output(report, [request.request_id])
     receipt = engine.end(request)
     assert (receipt.num_loads, receipt.loaded_bytes, receipt.num_reused_tokens) == (2, 1500, 0)
     assert receipt.status is ReceiptStatus.SERVED
+
+
+def test_a_load_ends_when_all_workers_have_ended_it(engine: Engine) -> None:
+    """Bytes of all workers add up; until the last one has ended, the artifact is in use."""
+    request = request_with(message_of([engine.put(num_tokens=20)]), finished_reason="abort")
+    engine.side.on_new_request(request)
+    engine.schedule(request)
+    (load,) = engine.side.take_plan().loads
+    first, second = (LoadResult(300, seconds, None) for seconds in (0.5, 0.25))
+    engine.side.take_output(LoadReport({load.request_id: first}), [])
+    assert engine.side.finish(request) is None  # the client has left
+    assert [num_users for _, num_users in engine.pool.residents()] == [1]
+    engine.side.take_output(LoadReport({load.request_id: second}), [load.request_id])
+    assert [num_users for _, num_users in engine.pool.residents()] == [0]
+    (receipt,) = engine.receipts
+    assert (receipt.loaded_bytes, receipt.num_loads) == (600, 1)
+    assert 0.5 <= receipt.load_s < 0.75 + WAIT_S
+
+
+def test_equal_prefixes_are_loaded_once(engine: Engine) -> None:
+    """A second request waits for the blocks of the first; another prefix does not wait."""
+    artifact, other = (engine.put(num_tokens=20, seed=seed) for seed in (1, 2))
+    first, second = (request_with(message_of([artifact])) for _ in range(2))
+    different = request_with(message_of([other]))
+    for request in (first, second, different):
+        engine.side.on_new_request(request)
+    engine.schedule(first)
+    engine.schedule(different)
+    engine.pool.wait(artifact[0], WAIT_S)
+    assert engine.side.num_matched_tokens(second, 0) == (None, False)
+    # What lies behind the last full block is never shared.
+    assert engine.side.num_matched_tokens(second, 16) == (4, True)
+    engine.write(LoadResult(1, 0.1, None))
+    assert engine.side.num_matched_tokens(second, 16) == (4, True)
+    assert engine.side.num_matched_tokens(second, 0) == (20, True)
+
+
+def test_a_failed_loader_does_not_hold_others_back(engine: Engine) -> None:
+    """When the first request's load failed, the second loads by itself."""
+    artifact = engine.put(num_tokens=20)
+    first = request_with(message_of([artifact]), finished_reason="error")
+    second = request_with(message_of([artifact]))
+    for request in (first, second):
+        engine.side.on_new_request(request)
+    engine.schedule(first)
+    engine.pool.wait(artifact[0], WAIT_S)
+    assert engine.side.num_matched_tokens(second, 0) == (None, False)
+    engine.side.finish(first)
+    engine.write(LoadResult(0, 0.1, "broken"))
+    engine.schedule(second)
+    engine.write(LoadResult(1, 0.1, None))
+    assert engine.end(second).status is ReceiptStatus.SERVED
+
+
+def test_without_a_prefix_cache_equal_prefixes_do_not_wait(engine: Engine) -> None:
+    """VLLM with its prefix cache off hashes no blocks and shares none."""
+    artifact = engine.put(num_tokens=20)
+    first, second = (request_with(message_of([artifact])) for _ in range(2))
+    for request in (first, second):
+        engine.side.on_new_request(request)
+        request.block_hashes = []
+    engine.schedule(first)
+    assert engine.matched(second) == 20
+
+
+def test_a_prefix_in_hbm_needs_no_artifact(engine: Engine) -> None:
+    """While all of its blocks are in HBM, nothing is fetched; once they are gone, it is."""
+    artifact = engine.put(num_tokens=32)
+    first = request_with(message_of([artifact]))
+    engine.run(first)
+    engine.blocks.hold(first.block_hashes[:2])
+    engine.end(first)
+    engine.side.take_plan()
+    assert engine.pool.evict(artifact[0]) is None
+    reads = engine.store.reads.total()
+    second = request_with(message_of([artifact]))
+    engine.run(second, num_computed_tokens=32)
+    assert engine.end(second).items[0].tier is Tier.HBM
+    assert engine.store.reads.total() == reads
+    third = request_with(message_of([artifact]))
+    engine.side.on_new_request(third)
+    engine.blocks.drop(first.block_hashes[:2])
+    engine.schedule(third)
+    assert engine.store.reads.total() == reads + 1
+    engine.write(LoadResult(1, 0.1, None))
+    assert [item.tier for item in engine.end(third).items] == [Tier.REMOTE]
 
 
 # --- receipts ------------------------------------------------------------------------------------
@@ -541,11 +641,14 @@ def test_each_artifact_has_its_own_tier(engine: Engine) -> None:
 
 def test_a_write_that_failed_is_in_the_receipt(engine: Engine) -> None:
     """The worker's error becomes the reason."""
-    request = request_with(message_of([engine.put()]))
-    engine.run(request)
-    broken = LoadResult(0, 0.1, "OSError: gone")
-    engine.side.take_report(LoadReport({request.request_id: broken}))
-    receipt = engine.end(request)
+    request = request_with(message_of([engine.put()]), finished_reason="error")
+    engine.side.on_new_request(request)
+    engine.schedule(request)
+    # vLLM finishes the request first, then tells what workers reported.
+    assert engine.side.finish(request) is None
+    engine.write(LoadResult(0, 0.1, "OSError: gone"))
+    (receipt,) = engine.receipts
+    assert [num_users for _, num_users in engine.pool.residents()] == [0]
     assert (receipt.status, receipt.reason) == (ReceiptStatus.FAILED, FailureReason.INTERNAL)
     assert receipt.detail == "OSError: gone"
 
@@ -618,10 +721,10 @@ def test_the_self_test_reads_positions_back_once(engine: Engine) -> None:
     request = FakeRequest({FIELD_SELF_TEST: {"token": TOKEN, "num_tokens": 2}})
     engine.side.on_new_request(request)
     assert request.all_token_ids == LIVE
-    assert engine.side.num_matched_tokens(request, 0) == 0
+    assert engine.side.num_matched_tokens(request, 0) == (0, False)
     for _ in range(2):
         engine.side.after_allocation(request, [4, 6], 0)
     assert engine.side.take_plan().captures == [Capture(request.request_id, 2, (4, 6))]
-    engine.side.take_report(LoadReport(captured={request.request_id: []}))
-    assert engine.captured == [[]]
+    engine.side.take_output(LoadReport(captured={request.request_id: {0: []}}), [])
+    assert engine.captured == [{0: []}]
     assert engine.side.finish(request) is None

@@ -10,6 +10,7 @@ import torch
 
 from cartridge_engine_ext.artifact_pool import Artifact, tensor_view
 from cartridge_engine_ext.errors import SelfTestFailed
+from cartridge_engine_ext.load_plan import Captured
 from cartridge_engine_ext.sealed_memory import map_memory
 from cartridge_engine_ext.self_test import (
     NUM_LIVE_TOKENS,
@@ -17,7 +18,6 @@ from cartridge_engine_ext.self_test import (
     SELF_TEST_SCOPE,
     TOLERANCES,
     Answer,
-    Captured,
     Verdict,
     run_self_test,
     self_test_prompt,

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cartridge_engine_ext.virtual_prefix import (
-    blocks_of_range,
     context_overrun,
     num_blocks,
     rows_of_range,
@@ -51,17 +50,6 @@ def test_two_parts_of_a_range_are_the_whole(
     middle = data.draw(st.integers(start, stop))
     parts = slot_range(block_ids, start, middle, size) + slot_range(block_ids, middle, stop, size)
     assert parts == slot_range(block_ids, start, stop, size)
-
-
-@given(ranges())
-def test_the_blocks_of_a_range_are_those_of_its_slots(
-    drawn: tuple[list[int], int, int, int],
-) -> None:
-    """Exactly the blocks that any slot of the range lies in, in order."""
-    block_ids, start, stop, block_size = drawn
-    slots = slot_range(block_ids, start, stop, block_size)
-    expected = list(dict.fromkeys(slot // block_size for slot in slots))
-    assert blocks_of_range(block_ids, start, stop, block_size) == expected
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 9), (9, 9)])

@@ -12,6 +12,8 @@ import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is
 
 # isort: split
 from cartridge_engine_ext.artifact_pool import ArtifactPool
+from cartridge_engine_ext.hbm_census import HbmCensus
+from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.scheduler_side import SchedulerSide, SelfTestGate
 from cartridge_proto.composition import cache_salt
 from cartridge_proto.digest import Digest
@@ -49,6 +51,7 @@ def side(tmp_path: Path) -> Iterator[SchedulerSide]:
         epoch=Epoch("0" * 32),
         placeholder_token_id=PLACEHOLDER,
         gate=SelfTestGate(is_open=True, immovable=None),
+        census=HbmCensus(ResidencyLedger(), group_ids=[0], block_bytes=1, pinned_fraction=0.0),
         publish_receipt=lambda receipt: None,
         on_captured=lambda tensors: None,
     )
@@ -93,7 +96,7 @@ def test_a_real_request_is_refused_to_two_tokens(side: SchedulerSide) -> None:
     assert list(request.all_token_ids) == request.prompt_token_ids == [0, 0]
     assert (request.num_prompt_tokens, request.num_tokens) == (2, 2)
     assert request.skip_reading_prefix_cache is False
-    assert side.num_matched_tokens(request, 0) == 1
+    assert side.num_matched_tokens(request, 0) == (1, True)
     side.finish(request)
 
 

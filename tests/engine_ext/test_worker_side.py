@@ -1,9 +1,11 @@
 """The worker half: right rows at right slots, moved keys, failures that stay with their request."""
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.load_plan import (
     Capture,
-    Failure,
     Load,
     LoadPlan,
     Segment,
@@ -25,9 +26,11 @@ from cartridge_engine_ext.load_plan import (
 from cartridge_engine_ext.payload import pack_payload
 from cartridge_engine_ext.sealed_memory import SealedMemory
 from cartridge_engine_ext.virtual_prefix import num_blocks
-from cartridge_engine_ext.worker_side import WorkerSide
+from cartridge_engine_ext.worker_side import HeadShard, WorkerSide, all_heads
 from cartridge_kernels.rope import default_inverse_frequencies
 from tests.engine_ext.fake_layers import LAYOUTS, FakeLayer, Layout, Packed, fake_layer
+from tests.engine_ext.stored_artifacts import WAIT_S
+from tests.engine_ext.waiting import until
 
 NUM_LAYERS, HEADS, DIM, BLOCK, CACHE_BLOCKS = 2, 2, 8, 4, 12
 FREQUENCIES = default_inverse_frequencies(100.0, DIM)
@@ -88,12 +91,33 @@ def sealed(*lengths: int, moves: Sequence[int] = ()) -> Iterator[list[Source]]:
         yield sources
 
 
+ALL_HEADS = HeadShard(rank=0, size=1, num_kv_heads=HEADS)
+
+
+def write(side: WorkerSide, plan: LoadPlan) -> tuple[set[str], set[str]]:
+    """Start the loads of a step and wait for all; returns which ended and which failed."""
+    side.start_load(plan)
+    expected = {load.request_id for load in plan.loads} | set(plan.failures)
+    ended: set[str] = set()
+    failed: set[str] = set()
+
+    def are_done() -> bool:
+        now_ended, now_failed = side.take_transfers()
+        ended.update(now_ended)
+        failed.update(now_failed)
+        return ended >= expected
+
+    until(are_done)
+    return ended, failed
+
+
 def worker(
-    layout: Layout, dtype: torch.dtype = torch.float32
+    layout: Layout, dtype: torch.dtype = torch.float32, shard: HeadShard = ALL_HEADS
 ) -> tuple[WorkerSide, list[FakeLayer]]:
     """A worker half over fake layers, registered, and every slot of every cache set."""
+    heads = len(range(*shard.heads.indices(HEADS)))
     layers = [
-        fake_layer(layout, num_blocks=CACHE_BLOCKS, heads=HEADS, block=BLOCK, dim=DIM, dtype=dtype)
+        fake_layer(layout, num_blocks=CACHE_BLOCKS, heads=heads, block=BLOCK, dim=DIM, dtype=dtype)
         for _ in range(NUM_LAYERS)
     ]
     named = {f"model.layers.{index}.self_attn.attn": layer for index, layer in enumerate(layers)}
@@ -102,6 +126,7 @@ def worker(
         inverse_frequencies=FREQUENCIES,
         block_size=BLOCK,
         num_cache_blocks=CACHE_BLOCKS,
+        shard=shard,
     )
     side.register_kv_caches({name: layer.kv_cache for name, layer in named.items()})
     for layer in layers:
@@ -160,9 +185,9 @@ def test_rows_stand_at_the_slots_of_their_positions(layout: Layout, start: int) 
     side, layers = worker(layout)
     with sealed(7, 3, moves=[0, 7]) as sources:
         load = load_of(sources, start, [9, 2, 5])
-        side.start_load(LoadPlan(loads=[load]))
+        assert write(side, LoadPlan(loads=[load])) == ({"r"}, set())
         expect_rows(layers, sources, load)
-    assert side.take_failed_blocks() == set()
+    assert side.take_transfers() == (set(), set())
 
 
 @given(st.data())
@@ -177,7 +202,7 @@ def test_any_composition_in_any_blocks_is_written(data: st.DataObject) -> None:
     side, layers = worker(data.draw(st.sampled_from(list(LAYOUTS.values()))))
     with sealed(*lengths, moves=moves) as sources:
         load = load_of(sources, start, order[: num_blocks(sum(lengths), BLOCK)])
-        side.start_load(LoadPlan(loads=[load]))
+        write(side, LoadPlan(loads=[load]))
         expect_rows(layers, sources, load)
 
 
@@ -186,7 +211,7 @@ def test_a_half_precision_cache_gets_rounded_rows() -> None:
     side, layers = worker(Packed(), torch.bfloat16)
     with sealed(5, moves=[11]) as sources:
         load = load_of(sources, 0, [3, 4])
-        side.start_load(LoadPlan(loads=[load]))
+        write(side, LoadPlan(loads=[load]))
         expect_rows(layers, sources, load)
 
 
@@ -195,7 +220,7 @@ def test_a_report_counts_bytes_and_seconds() -> None:
     side, _ = worker(Packed())
     assert side.take_report() is None
     with sealed(7, 3) as sources:
-        side.start_load(LoadPlan(loads=[load_of(sources, 4, [1, 2, 3])]))
+        write(side, LoadPlan(loads=[load_of(sources, 4, [1, 2, 3])]))
     report = side.take_report()
     assert report is not None
     result = report.results["r"]
@@ -208,16 +233,15 @@ def test_a_report_counts_bytes_and_seconds() -> None:
 
 # --- failures ------------------------------------------------------------------------------------
 def test_memory_that_is_gone_fails_its_request_only() -> None:
-    """Exactly the blocks of the failed range are reported; the other load of the step is whole."""
+    """Exactly that request is reported as failed; the other load of the step is whole."""
     side, layers = worker(Packed())
     with sealed(10, 7) as (lost, kept):
         lost.memory.close()
         failing = load_of([lost], 5, [9, 2, 5], "failing")
         good = load_of([kept], 0, [0, 1], "good")
-        side.start_load(LoadPlan(loads=[failing, good]))
+        ended, failed = write(side, LoadPlan(loads=[failing, good]))
         expect_rows(layers, [kept], good)
-    assert side.take_failed_blocks() == {2, 5}
-    assert side.take_failed_blocks() == set()
+    assert (ended, failed) == ({"failing", "good"}, {"failing"})
     report = side.take_report()
     assert report is not None
     assert report.results["good"].error is None
@@ -229,9 +253,9 @@ def test_numbers_beyond_the_caches_dtype_are_not_written() -> None:
     """Float32 rows that a float16 cache cannot hold fail the load instead of becoming infinite."""
     side, layers = worker(Packed(), torch.float16)
     source = seal(5, factor=1e6)
-    side.start_load(LoadPlan(loads=[load_of([source], 0, [3, 4], "large")]))
+    _, failed = write(side, LoadPlan(loads=[load_of([source], 0, [3, 4], "large")]))
     source.memory.close()
-    assert side.take_failed_blocks() == {3, 4}
+    assert failed == {"large"}
     report = side.take_report()
     assert report is not None
     assert "do not fit the KV cache's torch.float16" in (report.results["large"].error or "")
@@ -248,8 +272,7 @@ def test_other_memory_than_referenced_is_not_written() -> None:
             for reference in segment.keys
         )
         load = replace(load_of([source], 0, [3]), segments=(replace(segment, keys=wrong),))
-        side.start_load(LoadPlan(loads=[load]))
-    assert side.take_failed_blocks() == {3}
+        assert write(side, LoadPlan(loads=[load])) == ({"r"}, {"r"})
     for layer in layers:
         assert bool((layer.kv_cache == BEFORE).all())
 
@@ -258,22 +281,83 @@ def test_a_range_beyond_its_blocks_is_not_written() -> None:
     """A load with too few blocks fails and touches no slot of anybody."""
     side, layers = worker(Packed())
     with sealed(9) as sources:
-        side.start_load(LoadPlan(loads=[load_of(sources, 0, [3, 4])]))
-    assert side.take_failed_blocks() == {3, 4}
+        assert write(side, LoadPlan(loads=[load_of(sources, 0, [3, 4])])) == ({"r"}, {"r"})
     for layer in layers:
         assert bool((layer.kv_cache == BEFORE).all())
 
 
 def test_failures_of_the_scheduler_half_are_passed_on() -> None:
-    """Blocks that the plan calls failed are reported with those that failed here."""
+    """Requests that the plan calls failed are reported with those that failed here."""
     side, _ = worker(Packed())
     with sealed(4) as (source,):
         source.memory.close()
-        plan = LoadPlan(
-            loads=[load_of([source], 0, [3])], failures=[Failure("a", (7, 8)), Failure("b", (1,))]
-        )
-        side.start_load(plan)
-    assert side.take_failed_blocks() == {1, 3, 7, 8}
+        plan = LoadPlan(loads=[load_of([source], 0, [3], "c")], failures=["a", "b"])
+        ended, failed = write(side, plan)
+    assert ended == failed == {"a", "b", "c"}
+
+
+def test_a_load_goes_on_beside_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`start_load` returns while the bytes are written, and nothing has ended before they are."""
+    side, layers = worker(Packed())
+    may_write = threading.Event()
+    written = layers[0].impl.do_kv_cache_update
+
+    def waiting(*arguments: Any) -> None:
+        assert may_write.wait(WAIT_S)
+        written(*arguments)
+
+    monkeypatch.setattr(layers[0].impl, "do_kv_cache_update", waiting)
+    with sealed(5) as sources:
+        load = load_of(sources, 0, [3, 4])
+        side.start_load(LoadPlan(loads=[load]))
+        assert side.take_transfers() == (set(), set())
+        assert side.take_report() is None
+        may_write.set()
+        until(lambda: side.take_transfers() == ({"r"}, set()))
+        expect_rows(layers, sources, load)
+    side.stop()
+
+
+# --- tensor parallel -----------------------------------------------------------------------------
+def heads_of(size: int, num_kv_heads: int) -> list[list[int]]:
+    """Heads of each worker."""
+    shards = [HeadShard(rank, size, num_kv_heads) for rank in range(size)]
+    return [list(range(num_kv_heads))[shard.heads] for shard in shards]
+
+
+def test_heads_are_dealt_out_as_vllm_deals_them() -> None:
+    """In order, and with fewer heads than workers each head to neighbours."""
+    assert heads_of(1, 3) == [[0, 1, 2]]
+    assert heads_of(2, 4) == [[0, 1], [2, 3]]
+    assert heads_of(4, 2) == [[0], [0], [1], [1]]
+    assert heads_of(2, 1) == [[0], [0]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_writes_its_own_heads(rank: int) -> None:
+    """Each of two workers writes its head of every layer, moved as all are."""
+    side, layers = worker(Packed(), shard=HeadShard(rank, 2, HEADS))
+    with sealed(7, 3, moves=[0, 7]) as sources:
+        load = load_of(sources, 0, [9, 2, 5])
+        assert write(side, LoadPlan(loads=[load])) == ({"r"}, set())
+        for source in sources:
+            source.keys = [key[rank : rank + 1] for key in source.keys]
+            source.values = [value[rank : rank + 1] for value in source.values]
+        expect_rows(layers, sources, load)
+
+
+@pytest.mark.parametrize(("size", "num_kv_heads"), [(1, 2), (2, 4), (4, 2), (3, 3)])
+def test_read_backs_of_all_workers_join(size: int, num_kv_heads: int) -> None:
+    """Every head is there once and in order, also where several workers hold the same one."""
+    whole = [(torch.randn(num_kv_heads, 5, DIM), torch.randn(num_kv_heads, 5, DIM))]
+    by_rank = {
+        rank: [(key[shard.heads], value[shard.heads]) for key, value in whole]
+        for rank in reversed(range(size))
+        for shard in [HeadShard(rank, size, num_kv_heads)]
+    }
+    ((key, value),) = all_heads(by_rank, num_kv_heads)
+    assert torch.equal(key, whole[0][0])
+    assert torch.equal(value, whole[0][1])
 
 
 # --- reading back --------------------------------------------------------------------------------
@@ -285,14 +369,14 @@ def test_a_capture_reads_what_was_written(layout: Layout) -> None:
         plan = LoadPlan(
             loads=[load_of([source], 0, [9, 2, 5])], captures=[Capture("r", 9, (9, 2, 5))]
         )
-        side.start_load(plan)
+        write(side, plan)
         side.finish_step(plan)
         report = side.take_report()
         assert report is not None
-        for index, (key, value) in enumerate(report.captured["r"]):
+        for index, (key, value) in enumerate(report.captured["r"][0]):
             assert torch.equal(key, source.keys[index][:, :9])
             assert torch.equal(value, source.values[index][:, :9])
-        assert len(report.captured["r"]) == NUM_LAYERS
+        assert len(report.captured["r"][0]) == NUM_LAYERS
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -305,6 +389,7 @@ def test_layers_are_numbered_not_sorted_as_text() -> None:
         inverse_frequencies=FREQUENCIES,
         block_size=BLOCK,
         num_cache_blocks=CACHE_BLOCKS,
+        shard=ALL_HEADS,
     )
     side.register_kv_caches({name: layer.kv_cache for name, layer in layers.items()})
     expected = [layers[f"model.layers.{index}.self_attn.attn"] for index in range(11)]
@@ -329,6 +414,7 @@ def test_caches_without_their_layer_are_refused(names: list[str], text: str) -> 
         inverse_frequencies=FREQUENCIES,
         block_size=BLOCK,
         num_cache_blocks=CACHE_BLOCKS,
+        shard=ALL_HEADS,
     )
     with pytest.raises(ConfigurationError, match=text):
         side.register_kv_caches({name: torch.zeros(1) for name in names})

@@ -1,0 +1,234 @@
+"""Which compositions are whole in vLLM's own KV blocks, and which of them are pinned there.
+
+Owns the look at vLLM's prefix cache after each scheduling step, and the references that pins hold
+on blocks. Refuses to allocate blocks or to evict any: that is vLLM's.
+
+Reads the block pool that vLLM hands to connectors instead of its KV cache events: those are on
+only where the operator publishes them (docs/decisions/0006-hbm-residency.md).
+"""
+
+import logging
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from cartridge_engine_ext.residency_ledger import ResidencyLedger
+from cartridge_proto.digest import Digest
+from cartridge_proto.residency import Tier
+
+logger = logging.getLogger(__name__)
+
+BlockT = TypeVar("BlockT")
+
+
+class BlockPool(Protocol[BlockT]):
+    """What is used of vLLM's `BlockPool`."""
+
+    num_gpu_blocks: int
+
+    def get_cached_block(
+        self, block_hash: bytes, kv_cache_group_ids: list[int]
+    ) -> list[BlockT] | None:
+        """Blocks that hold this hash, one for each group."""
+        ...
+
+    def touch(self, blocks: Sequence[BlockT]) -> None:
+        """Hold a reference to each block."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Sequence[BlockT]) -> None:
+        """Give references back; the first block is evicted first."""
+        ...
+
+
+@dataclass
+class _Prefix:
+    """The full blocks of one composition's prefix."""
+
+    block_hashes: tuple[bytes, ...]
+    tail_digests: tuple[Digest, ...]
+    """Artifacts of the positions after the last full block; each request loads these anew."""
+    size_bytes: int
+    is_whole: bool = False
+    num_users: int = 0
+    pinned_blocks: list[object] = field(default_factory=list)
+
+
+class HbmCensus:
+    """Compositions by identity. All methods but `pin` and `unpin` run on the scheduler's thread.
+
+    A prefix is whole while all of its full blocks are in the prefix cache, and the artifacts of
+    the positions behind them are in dram. vLLM gives the blocks of a request back from its end, so
+    the last full block goes first: that one is looked up after every step, all blocks of one
+    prefix in turn besides.
+    """
+
+    def __init__(
+        self,
+        ledger: ResidencyLedger,
+        *,
+        group_ids: Sequence[int],
+        block_bytes: int,
+        pinned_fraction: float,
+    ) -> None:
+        self._ledger = ledger
+        self._block_bytes = block_bytes
+        self._group_ids = list(group_ids)
+        self._pinned_fraction = pinned_fraction
+        self._pool: BlockPool[object] | None = None
+        self._prefixes: dict[Digest, _Prefix] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._turn = 0
+
+    def bind(self, pool: BlockPool[object]) -> None:
+        """Take vLLM's block pool; before this nothing is whole."""
+        self._pool = pool
+
+    # --- requests --------------------------------------------------------------------------------
+    def enter(
+        self,
+        composition: Digest,
+        block_hashes: Sequence[bytes],
+        tail_digests: Sequence[Digest],
+    ) -> None:
+        """A request with this prefix got its blocks; until `leave` the prefix is looked for."""
+        if not block_hashes:
+            return
+        prefix = self._prefixes.get(composition)
+        if prefix is None:
+            size_bytes = len(block_hashes) * self._block_bytes
+            prefix = _Prefix(tuple(block_hashes), tuple(tail_digests), size_bytes)
+            self._prefixes[composition] = prefix
+        prefix.num_users += 1
+
+    def leave(self, composition: Digest) -> None:
+        """The request has ended; its prefix stays listed while it is whole."""
+        prefix = self._prefixes.get(composition)
+        if prefix is not None:
+            prefix.num_users = max(0, prefix.num_users - 1)
+
+    def is_whole(self, composition: Digest) -> bool:
+        """Whether a prefix was whole after the last step."""
+        prefix = self._prefixes.get(composition)
+        return prefix is not None and prefix.is_whole
+
+    def update(self) -> None:
+        """Look again, after a scheduling step; tell the ledger what changed."""
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            command()
+        self._turn += 1
+        checked_whole = self._turn % max(1, len(self._prefixes))
+        for index, (composition, prefix) in enumerate(list(self._prefixes.items())):
+            must_check_all = index == checked_whole or not prefix.is_whole
+            is_whole = self._is_whole(prefix, must_check_all=must_check_all)
+            if is_whole and not prefix.is_whole:
+                self._ledger.enter(composition, Tier.HBM, prefix.size_bytes)
+            elif prefix.is_whole and not is_whole:
+                self._ledger.leave(composition, Tier.HBM)
+            prefix.is_whole = is_whole
+            if not is_whole and not prefix.num_users:
+                self._release(prefix)
+                del self._prefixes[composition]
+
+    # --- pins ------------------------------------------------------------------------------------
+    def pin(self, composition: Digest) -> "Future[str | None]":
+        """Keep the full blocks of a whole prefix from eviction, after the next step.
+
+        Returns:
+            A future of why not; of `None` when it is pinned.
+        """
+        return self._command(lambda: self._pin(composition))
+
+    def unpin(self, composition: Digest) -> "Future[str | None]":
+        """Give the blocks of a pinned prefix back to vLLM's own eviction, after the next step."""
+        return self._command(lambda: self._unpin(composition))
+
+    @property
+    def pin_budget_blocks(self) -> int:
+        """Blocks that pins may hold together."""
+        return 0 if self._pool is None else int(self._pool.num_gpu_blocks * self._pinned_fraction)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that pins hold now."""
+        return sum(len(prefix.pinned_blocks) for prefix in self._prefixes.values())
+
+    def unpin_all(self) -> None:
+        """Give all pinned blocks back (vLLM resets its cache)."""
+        for composition in list(self._prefixes):
+            self._unpin(composition)
+
+    def _command(self, run: Callable[[], str | None]) -> "Future[str | None]":
+        done: Future[str | None] = Future()
+
+        def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(run())
+            except Exception as error:
+                # The scheduler's thread goes on; who asked gets it.
+                logger.exception("pin in HBM")
+                done.set_exception(error)
+
+        self._commands.put(command)
+        return done
+
+    def _pin(self, composition: Digest) -> str | None:
+        prefix = self._prefixes.get(composition)
+        blocks = self._blocks(prefix) if prefix is not None else None
+        if prefix is None or self._pool is None or blocks is None:
+            return "its prefix is not whole in HBM"
+        if prefix.pinned_blocks:
+            return None
+        if self.num_pinned_blocks + len(blocks) > self.pin_budget_blocks:
+            return (
+                f"{len(blocks)} blocks; pins hold {self.num_pinned_blocks} of the "
+                f"{self.pin_budget_blocks} that hbm_pinned_fraction allows"
+            )
+        self._pool.touch(blocks)
+        prefix.pinned_blocks = blocks
+        self._ledger.set_pinned(composition, Tier.HBM, is_pinned=True)
+        return None
+
+    def _unpin(self, composition: Digest) -> str | None:
+        prefix = self._prefixes.get(composition)
+        if prefix is None or not prefix.pinned_blocks:
+            return "not pinned"
+        self._release(prefix)
+        self._ledger.set_pinned(composition, Tier.HBM, is_pinned=False)
+        return None
+
+    def _release(self, prefix: _Prefix) -> None:
+        if prefix.pinned_blocks and self._pool is not None:
+            # As vLLM frees a request: from its end.
+            self._pool.free_blocks(prefix.pinned_blocks[::-1])
+        prefix.pinned_blocks = []
+
+    # --- look-ups --------------------------------------------------------------------------------
+    def _is_whole(self, prefix: _Prefix, *, must_check_all: bool) -> bool:
+        if self._pool is None:
+            return False
+        if self._pool.get_cached_block(prefix.block_hashes[-1], self._group_ids) is None:
+            return False
+        if any(Tier.DRAM not in self._ledger.tiers(digest) for digest in prefix.tail_digests):
+            return False
+        return not must_check_all or self._blocks(prefix) is not None
+
+    def _blocks(self, prefix: _Prefix) -> list[object] | None:
+        """All full blocks in order; `None` when one is missing."""
+        if self._pool is None:
+            return None
+        blocks: list[object] = []
+        for block_hash in prefix.block_hashes:
+            found = self._pool.get_cached_block(block_hash, self._group_ids)
+            if found is None:
+                return None
+            blocks.extend(found)
+        return blocks

@@ -1,0 +1,201 @@
+"""The census: a prefix is in HBM while all of its blocks are, and pins keep it there."""
+
+import inspect
+
+import pytest
+
+import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is imported
+
+# isort: split
+from vllm.v1.core.block_pool import BlockPool
+
+from cartridge_engine_ext.hbm_census import HbmCensus
+from cartridge_engine_ext.residency_ledger import ResidencyLedger
+from cartridge_proto.digest import sha256_digest
+from cartridge_proto.residency import Tier
+from tests.engine_ext.fake_blocks import FakeBlockPool
+
+ONE, OTHER, TAIL = (sha256_digest(name) for name in (b"one", b"other", b"tail"))
+HASHES = [b"1", b"2", b"3"]
+BLOCK_BYTES = 100
+
+
+@pytest.fixture
+def blocks() -> FakeBlockPool:
+    """VLLM's blocks."""
+    return FakeBlockPool(num_gpu_blocks=10)
+
+
+@pytest.fixture
+def ledger() -> ResidencyLedger:
+    """Where rows are told."""
+    return ResidencyLedger()
+
+
+@pytest.fixture
+def census(blocks: FakeBlockPool, ledger: ResidencyLedger) -> HbmCensus:
+    """A census whose pins may keep half of the blocks."""
+    census = HbmCensus(ledger, group_ids=[0], block_bytes=BLOCK_BYTES, pinned_fraction=0.5)
+    census.bind(blocks)
+    return census
+
+
+def in_hbm(ledger: ResidencyLedger) -> dict[str, tuple[int, bool]]:
+    """Rows at hbm: bytes, and whether pinned."""
+    rows = [row for row in ledger.rows() if row.tier is Tier.HBM]
+    return {row.digest: (row.size_bytes, row.is_pinned) for row in rows}
+
+
+def test_a_prefix_is_whole_when_all_blocks_are_there(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """Told after the last block is cached, with the bytes of the full blocks."""
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES[:2])
+    census.update()
+    assert in_hbm(ledger) == {}
+    blocks.hold(HASHES)
+    assert not census.is_whole(ONE)
+    census.update()
+    assert census.is_whole(ONE)
+    assert in_hbm(ledger) == {ONE: (3 * BLOCK_BYTES, False)}
+
+
+def test_a_hole_in_front_is_no_whole_prefix(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """The last block alone proves nothing before the prefix was seen whole."""
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES[1:])
+    census.update()
+    assert in_hbm(ledger) == {}
+
+
+def test_withdrawn_with_its_last_block(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """VLLM evicts from the end; one step later nobody is told of the prefix any more."""
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES)
+    census.update()
+    census.leave(ONE)
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, False)}  # nobody uses it, and it is still there
+    blocks.drop(HASHES[2:])
+    census.update()
+    assert in_hbm(ledger) == {}
+    blocks.hold(HASHES)
+    census.update()
+    assert in_hbm(ledger) == {}  # forgotten: only a request makes it known again
+
+
+def test_a_hole_is_found_in_turn(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """A block that went in front of others is noticed within as many steps as there are rows."""
+    for composition, hashes in ((ONE, HASHES), (OTHER, [b"x", b"y"])):
+        census.enter(composition, hashes, [])
+        blocks.hold(hashes)
+    census.update()
+    blocks.drop([b"x", HASHES[0]])
+    census.update()
+    census.update()
+    assert in_hbm(ledger) == {}
+
+
+def test_the_tail_must_be_in_dram(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """Positions behind the last full block are loaded by each request: without them no row."""
+    census.enter(ONE, HASHES, [TAIL])
+    blocks.hold(HASHES)
+    census.update()
+    assert in_hbm(ledger) == {}
+    ledger.enter(TAIL, Tier.DRAM, 7)
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, False)}
+    ledger.leave(TAIL, Tier.DRAM)
+    census.update()
+    assert in_hbm(ledger) == {}
+
+
+def test_prefixes_without_a_full_block_are_not_listed(
+    census: HbmCensus, ledger: ResidencyLedger
+) -> None:
+    """What no full block holds cannot be shared; with the prefix cache off nothing can."""
+    census.enter(ONE, [], [TAIL])
+    census.update()
+    assert in_hbm(ledger) == {}
+    assert not census.is_whole(ONE)
+
+
+def test_a_pin_keeps_blocks(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """Pinned blocks outlive their request, and are given back from the end when unpinned."""
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES)
+    census.update()
+    done = census.pin(ONE)
+    assert not done.done()  # the scheduler's thread does it
+    census.update()
+    assert done.result(timeout=0) is None
+    assert in_hbm(ledger) == {ONE: (300, True)}
+    census.leave(ONE)
+    blocks.drop(HASHES)
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, True)}
+    again = census.pin(ONE)
+    unpinned = census.unpin(ONE)
+    census.update()
+    assert (again.result(timeout=0), unpinned.result(timeout=0)) == (None, None)
+    assert blocks.freed == HASHES[::-1]
+    assert blocks.references.total() == 0
+    assert in_hbm(ledger) == {ONE: (300, False)}
+
+
+def test_pins_have_a_budget(census: HbmCensus, blocks: FakeBlockPool) -> None:
+    """A pin beyond the budget is refused with the numbers; nothing is referred to for it."""
+    for composition, hashes in ((ONE, HASHES), (OTHER, [b"x", b"y", b"z"])):
+        census.enter(composition, hashes, [])
+        blocks.hold(hashes)
+    first, second = census.pin(ONE), census.pin(OTHER)
+    census.update()
+    assert first.result(timeout=0) is None
+    assert second.result(timeout=0) == (
+        "3 blocks; pins hold 3 of the 5 that hbm_pinned_fraction allows"
+    )
+    assert blocks.references.total() == 3
+    census.unpin_all()
+    assert blocks.references.total() == 0
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin"])
+def test_pins_of_what_is_not_there(census: HbmCensus, verb: str) -> None:
+    """Neither an unknown prefix nor one without its blocks can be pinned or unpinned."""
+    census.enter(ONE, HASHES, [])
+    answers = [getattr(census, verb)(composition) for composition in (ONE, OTHER)]
+    census.update()
+    text = {"pin": "its prefix is not whole in HBM", "unpin": "not pinned"}[verb]
+    assert [answer.result(timeout=0) for answer in answers] == [text, text]
+
+
+def test_before_vllm_gave_its_blocks(ledger: ResidencyLedger) -> None:
+    """Nothing is whole and nothing can be pinned."""
+    census = HbmCensus(ledger, group_ids=[0], block_bytes=1, pinned_fraction=0.5)
+    census.enter(ONE, HASHES, [])
+    answer = census.pin(ONE)
+    census.update()
+    assert answer.result(timeout=0) is not None
+    assert census.pin_budget_blocks == 0
+    assert in_hbm(ledger) == {}
+
+
+@pytest.mark.parametrize("name", ["get_cached_block", "touch", "free_blocks"])
+def test_vllms_pool_has_what_is_used(name: str) -> None:
+    """The stand-in's methods take the arguments that vLLM's own take."""
+    theirs, ours = (
+        list(inspect.signature(getattr(pool, name)).parameters)
+        for pool in (BlockPool, FakeBlockPool)
+    )
+    assert theirs == ours
