@@ -99,7 +99,7 @@ class Api:
                 span.set_attribute(names.ATTR_DIGESTS, [c.digest for c in selection.cartridges])
                 span.set_attribute(names.ATTR_REPLICA, placement.replica)
                 span.set_attribute(names.ATTR_DECISION, placement.reason)
-                outgoing = self._outgoing(request, parsed, selection, placement, request_id, tenant)
+                outgoing = self._outgoing(request, parsed, selection, placement, request_id)
                 overhead_s = time.monotonic() - read_s
                 exchange.headers.update(_told(selection, placement, outgoing, overhead_s))
                 self._services.metrics.overhead_seconds.observe(overhead_s)
@@ -139,24 +139,17 @@ class Api:
         selection: Selection,
         placement: Placement,
         request_id: str,
-        tenant: str,
     ) -> Outgoing:
         settings = self._services.settings
-        message = (
-            selection.message(
-                request_id=request_id,
-                scope=tenant,
-                deadline_ms=settings.cartridges.load_deadline_ms,
-            )
-            if selection.cartridges
-            else None
+        message = selection.message(
+            request_id=request_id, deadline_ms=settings.cartridges.load_deadline_ms
         )
         return Outgoing(
             request_id=request_id,
             path=request.path_qs,
             body=engine_body(parsed, message, is_trusted=settings.trust_client_fields),
             replicas=tuple(candidate.replica for candidate in placement.decision.ranking),
-            composition=message.composition if message is not None else None,
+            composition=selection.composition,
             tiers=placement.tiers,
         )
 

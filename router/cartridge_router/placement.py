@@ -20,6 +20,7 @@ from cartridge_policies.types import (
     ReplicaView,
 )
 from cartridge_proto.compatibility import incompatibilities
+from cartridge_proto.digest import Digest
 from cartridge_proto.names import FIELD_CARTRIDGE_IDS
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, ReplicaId, Tier
 from cartridge_router.errors import (
@@ -136,9 +137,17 @@ class Placer:
             replica=replica.replica,
             num_in_flight=replica.num_in_flight,
             max_in_flight=self._max_in_flight,
-            tiers=self._map.tiers(replica.replica, [c.digest for c in selection.cartridges]),
+            tiers=self._tiers(replica.replica, selection),
             refusal=refusal,
         )
+
+    def _tiers(self, replica: ReplicaId, selection: Selection) -> dict[Digest, Tier]:
+        """Where each Cartridge is; all in HBM where the whole prefix is."""
+        digests = [cartridge.digest for cartridge in selection.cartridges]
+        composition = selection.composition
+        if composition is not None and self._map.tiers(replica, [composition]):
+            return dict.fromkeys(digests, Tier.HBM)
+        return self._map.tiers(replica, digests)
 
     def _check(self, replica: Replica, request: ParsedRequest, selection: Selection) -> None:
         if replica.models and request.model not in replica.models:

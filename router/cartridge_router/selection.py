@@ -6,6 +6,7 @@ or load.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from cartridge_proto.composition import (
     CompositionItem,
@@ -15,6 +16,7 @@ from cartridge_proto.composition import (
     layout_offsets,
     model_fingerprint,
 )
+from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import CompositionClass, ConventionKind, PositionLayout
 from cartridge_proto.names import FIELD_CARTRIDGE_IDS
 from cartridge_router.catalog import Cartridge, Catalog
@@ -31,11 +33,15 @@ class SelectedBy(StrEnum):
 
 @dataclass(frozen=True)
 class Selection:
-    """An ordered set of Cartridges, where each stands, and how it was found."""
+    """An ordered set of Cartridges for a tenant's scope, where each stands, and how it was found.
+
+    `composition` is the identity of the set in that scope; `None` for no Cartridges.
+    """
 
     cartridges: tuple[Cartridge, ...]
     layout: PositionLayout
     how: SelectedBy
+    scope: str
     is_certified: bool = True
     """False when isolated artifacts are joined because the operator allows it."""
 
@@ -44,36 +50,46 @@ class Selection:
         """Virtual length."""
         return sum(cartridge.manifest.num_tokens for cartridge in self.cartridges)
 
-    def message(self, *, request_id: str, scope: str, deadline_ms: int) -> CompositionMessage:
-        """What an engine is told."""
+    @cached_property
+    def composition(self) -> Digest | None:
+        """Identity of the request's prefix; travels as its cache salt."""
+        if not self.cartridges:
+            return None
+        return composition_digest(
+            scope=self.scope,
+            layout=self.layout,
+            items=self._items,
+            visibility=[True] * len(self.cartridges),
+            fingerprint=model_fingerprint(self.cartridges[0].manifest.model),
+        )
+
+    @property
+    def _items(self) -> list[CompositionItem]:
         lengths = [cartridge.manifest.num_tokens for cartridge in self.cartridges]
-        items = [
+        offsets = layout_offsets(self.layout, lengths)
+        return [
             CompositionItem(digest=cartridge.digest, num_tokens=length, offset=offset)
-            for cartridge, length, offset in zip(
-                self.cartridges, lengths, layout_offsets(self.layout, lengths), strict=True
-            )
+            for cartridge, length, offset in zip(self.cartridges, lengths, offsets, strict=True)
         ]
-        visibility = [True] * len(items)
+
+    def message(self, *, request_id: str, deadline_ms: int) -> CompositionMessage | None:
+        """What an engine is told; `None` for no Cartridges."""
+        if self.composition is None:
+            return None
         return CompositionMessage(
             v=1,
             request_id=request_id,
-            composition=composition_digest(
-                scope=scope,
-                layout=self.layout,
-                items=items,
-                visibility=visibility,
-                fingerprint=model_fingerprint(self.cartridges[0].manifest.model),
-            ),
-            scope=scope,
+            composition=self.composition,
+            scope=self.scope,
             layout=self.layout,
-            items=items,
-            visibility=visibility,
+            items=self._items,
+            visibility=[True] * len(self.cartridges),
             deadline_ms=deadline_ms,
             on_miss=OnMiss.FAIL,
         )
 
 
-NO_CARTRIDGES = Selection((), PositionLayout.SEQUENTIAL, SelectedBy.NONE)
+NO_CARTRIDGES = Selection((), PositionLayout.SEQUENTIAL, SelectedBy.NONE, scope="")
 
 _CONVENTION_OF_ROUTE = {
     Route.CHAT: ConventionKind.SYSTEM_TURN,
@@ -116,6 +132,7 @@ class Selector:
             found,
             found[0].manifest.composition.position_layout,
             SelectedBy.EXPLICIT,
+            tenant,
             is_certified,
         )
 

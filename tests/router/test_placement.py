@@ -8,9 +8,17 @@ import msgspec
 import pytest
 
 from cartridge_policies.cartridge_aware import CartridgeAware
+from cartridge_proto.codec import seal
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import ConventionKind
-from cartridge_proto.residency import ReplicaId
+from cartridge_proto.residency import (
+    Epoch,
+    Registration,
+    ReplicaId,
+    ResidencyRecord,
+    ResidencyState,
+    Tier,
+)
 from cartridge_proto.stores import LocalStore
 from cartridge_router.catalog import Cartridge
 from cartridge_router.fleet import Fleet
@@ -136,6 +144,7 @@ async def test_a_replica_that_names_no_models_may_serve_any(
         (Cartridge(digest_of(manifest), manifest),),
         manifest.composition.position_layout,
         SelectedBy.EXPLICIT,
+        scope="public",
     )
     request = parse_request(Route.CHAT, b'{"model":"any"}', {})
     assert placer.place(request, selection).replica == replica
@@ -280,3 +289,68 @@ async def test_with_replicas_alone_it_is_an_ordinary_proxy(
     assert (await gateway.get("/v1/cartridges")).json["data"] == []
     # Nothing but the client's own request was asked of the engine.
     assert len(clients[0].replica.requests) == 1
+
+
+async def test_a_prefix_whole_in_hbm_is_known_by_its_composition(
+    session: aiohttp.ClientSession, store: LocalStore
+) -> None:
+    """Of two replicas with the artifact in dram, the one that has the whole prefix wins."""
+    manifest = put_cartridge(store)
+    cold, warm = ReplicaId("cold"), ReplicaId("warm")
+    fleet = Fleet(
+        {cold: "http://127.0.0.1:9", warm: "http://127.0.0.1:10"},
+        session=session,
+        probe_interval_s=1.0,
+        probe_timeout_s=1.0,
+        num_failures=1,
+    )
+    residency = ResidencyMap(key=None, stale_after_s=60.0, fallback_after_s=60.0)
+    selections = [
+        Selection(
+            (Cartridge(digest_of(manifest), manifest),),
+            manifest.composition.position_layout,
+            SelectedBy.EXPLICIT,
+            scope=scope,
+        )
+        for scope in ("public", "other")
+    ]
+    composition = selections[0].composition
+    assert composition is not None
+    for entry in fleet.replicas:
+        entry.is_healthy = True
+        registration = Registration(
+            replica=entry.replica,
+            epoch=Epoch("0" * 32),
+            seq=0,
+            engine=engine_of(manifest),
+            engine_version="test",
+            control_address=None,
+        )
+        rows = {digest_of(manifest): Tier.DRAM}
+        if entry.replica == warm:
+            rows[composition] = Tier.HBM
+        records = {
+            digest.encode(): seal(
+                ResidencyRecord(
+                    replica=entry.replica,
+                    epoch=Epoch("0" * 32),
+                    digest=digest,
+                    tier=tier,
+                    state=ResidencyState.READY,
+                    size_bytes=1,
+                    is_pinned=False,
+                    seq=0,
+                ),
+                None,
+            )
+            for digest, tier in rows.items()
+        }
+        residency.put_rows(registration, records)
+    residency.mark_synced()
+    placer = Placer(fleet=fleet, residency=residency, policy=CartridgeAware(), max_in_flight=None)
+    request = parse_request(Route.CHAT, b'{"model":"any"}', {})
+    placements = [placer.place(request, selection) for selection in selections for _ in range(2)]
+    assert {placement.replica for placement in placements[:2]} == {warm}
+    assert placements[0].tiers == {warm: Tier.HBM, cold: Tier.DRAM}
+    # Another scope's prefix is another composition: it shares no block.
+    assert placements[2].tiers == {warm: Tier.DRAM, cold: Tier.DRAM}
