@@ -24,8 +24,10 @@ FOLDING_TEMPLATE = (
 )
 
 
-def save_tiny_model(target: Path, *, template: str = TEMPLATE) -> Path:
-    """Two layers, two KV heads of dimension 8, context `MAX_POSITIONS`; equal each time."""
+def save_tiny_model(
+    target: Path, *, template: str = TEMPLATE, num_kv_heads: int = 2, head_dim: int = 8
+) -> Path:
+    """Two layers, four query heads, context `MAX_POSITIONS`; equal each time."""
     signs = [BOS, *(chr(code) for code in (10, *range(32, 127)))]
     vocabulary = {sign: index for index, sign in enumerate(signs)}
     backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
@@ -41,8 +43,8 @@ def save_tiny_model(target: Path, *, template: str = TEMPLATE) -> Path:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=MAX_POSITIONS,
         bos_token_id=0,
         eos_token_id=None,

@@ -1,30 +1,15 @@
-"""The session's one engine. Everything here is a real process on loopback."""
+"""The session's one engine."""
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from cartridge_engine_ext.build import Builder
 from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_model
-from cartridge_proto.stores import LocalStore
-from cartridge_router.demo.stack import (
-    ENGINE_ENVIRONMENT,
-    MODEL_NAME,
-    engine_command,
-    free_port,
-    get_json,
-    running_redis,
-    running_stack,
-)
 from tests.integration.fleet import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, DenseReference, Fleet
-
-RESIDENCY_KEY = "integration-tests"
+from tests.integration.running_fleet import running_fleet
 
 
 @pytest.fixture(scope="session")
@@ -44,71 +29,9 @@ def dense_reference(model_dir: Path) -> DenseReference:
 @pytest.fixture(scope="session")
 def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One engine with the extension behind a gateway; started once, about a minute."""
+    arguments = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
     work = tmp_path_factory.mktemp("fleet")
-    store = LocalStore(work / "store")
-    store.root.mkdir()
-    with running_redis(work / "redis") as redis_url, running_stack(work / "logs") as stack:
-        template = work / "chat_template.jinja"
-        wrap = ["chat-template", "wrap", "--model", str(model_dir), "--out", str(template)]
-        list(stack.lines_of("wrap", [sys.executable, "-m", "cartridge_router", *wrap], {}))
-        port, gateway_port = free_port(), free_port()
-        command = engine_command(
-            model_dir=model_dir,
-            template=template,
-            port=port,
-            store=store.root,
-            redis_url=redis_url,
-            max_model_len=MAX_MODEL_LEN,
-            arguments=[
-                *("--block-size", str(BLOCK_SIZE)),
-                *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
-            ],
-            replica_id="replica-0",
-        )
-        environment = {
-            **ENGINE_ENVIRONMENT,
-            "CARTRIDGE_ROUTER_RESIDENCY_KEY": RESIDENCY_KEY,
-            # Lets a test preempt everything and drop the prefix cache.
-            "VLLM_SERVER_DEV_MODE": "1",
-        }
-        engine = stack.start("engine", command, environment)
-        stack.start(
-            "gateway",
-            [
-                *(sys.executable, "-m", "cartridge_router", "serve", "--port", str(gateway_port)),
-                *("--replicas", f"replica-0=http://127.0.0.1:{port}"),
-                *("--redis-url", redis_url, "--store", str(store.root)),
-            ],
-            {
-                "CARTRIDGE_ROUTER_RESIDENCY_KEY": RESIDENCY_KEY,
-                "CARTRIDGE_ROUTER_CARTRIDGES__ALLOW_UNCERTIFIED_COMPOSITION": "true",
-                "CARTRIDGE_ROUTER_CARTRIDGES__REFRESH_S": "0.1",
-            },
-        )
-        builder = Builder(
-            model_dir=model_dir,
-            store=store,
-            model_name=MODEL_NAME,
-            dtype=torch.float32,
-            with_weights_digest=True,
-            say=lambda line: None,
-        )
-        gateway_url = f"http://127.0.0.1:{gateway_port}"
-
-        def is_registered() -> bool:
-            state = get_json(f"{gateway_url}/ready")
-            return state is not None and bool(state["replicas"]["registered"])
-
-        stack.wait_for("the engine's self-test", is_registered)
-        with httpx.Client(timeout=300) as client:
-            yield Fleet(
-                gateway_url=gateway_url,
-                engine_url=f"http://127.0.0.1:{port}",
-                engine=engine,
-                redis_url=redis_url,
-                store=store,
-                builder=builder,
-                model_dir=model_dir,
-                tokenizer=AutoTokenizer.from_pretrained(model_dir),
-                client=client,
-            )
+    with running_fleet(
+        work, model_dir, max_model_len=MAX_MODEL_LEN, arguments=arguments
+    ) as running:
+        yield running

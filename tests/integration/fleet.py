@@ -146,12 +146,14 @@ class Fleet:
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         return _answer(body, choice, logprobs, response)
 
-    def put(self, name: str, token_ids: Sequence[int]) -> Built:
+    def put(
+        self, name: str, token_ids: Sequence[int], probe_prompt: Sequence[int] | None = None
+    ) -> Built:
         """A Cartridge of these very tokens, for `/v1/completions`."""
         document = Source(
             text=json.dumps(list(token_ids)), name=name, convention=ConventionKind.DOCUMENT
         )
-        built = self.builder.prefill(document, list(token_ids), LIVE_PROMPT)
+        built = self.builder.prefill(document, list(token_ids), list(probe_prompt or LIVE_PROMPT))
         self.wait_for_catalog(f"{name}@1", built.digest)
         return built
 
@@ -218,10 +220,10 @@ LIVE_PROMPT = [3725, 338, 260, 1048, 282, 451, 47]
 """A few tokens that stand for a question; any do."""
 
 
-def document_tokens(num_tokens: int, seed: int) -> list[int]:
+def document_tokens(num_tokens: int, seed: int, ids: tuple[int, int] = (1000, 40_000)) -> list[int]:
     """Reproducible token ids without special tokens: no two documents share a beginning."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1000, 40_000, (num_tokens,), generator=generator).tolist()
+    return torch.randint(*ids, (num_tokens,), generator=generator).tolist()
 
 
 class DenseReference:

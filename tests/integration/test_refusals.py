@@ -20,8 +20,8 @@ from cartridge_proto.v1 import control_pb2, control_pb2_grpc
 from cartridge_router.catalog import Cartridge
 from cartridge_router.demo.stack import MODEL_NAME
 from cartridge_router.selection import SelectedBy, Selection
-from tests.integration.conftest import RESIDENCY_KEY
 from tests.integration.fleet import LIVE_PROMPT, MAX_MODEL_LEN, TOLERANCE, Fleet, document_tokens
+from tests.integration.running_fleet import RESIDENCY_KEY
 
 pytestmark = pytest.mark.engine
 
@@ -46,8 +46,10 @@ def _engine_body(fleet: Fleet, manifest: Manifest, digest: str, **extra: Any) ->
         (Cartridge(parse_digest(digest), manifest),),
         manifest.composition.position_layout,
         SelectedBy.EXPLICIT,
+        scope="public",
     )
-    message = selection.message(request_id="around", scope="public", deadline_ms=30_000)
+    message = selection.message(request_id="around", deadline_ms=30_000)
+    assert message is not None
     return {
         "model": MODEL_NAME,
         "prompt": LIVE_PROMPT,
