@@ -23,6 +23,7 @@ up: setup ## Start the same and stay, with a curl line to try
 	@$(BIN)/cartridge-router demo --stay
 
 test: setup check ## Everything CI runs: checks, unit and integration tests
+	@.ci/services
 	@$(BIN)/python -m pytest tests
 
 test-all: test ## The same, and slow suites (the demo with its own engines)

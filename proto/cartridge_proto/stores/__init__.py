@@ -6,9 +6,19 @@ Owns the public names. Refuses to import a client library before a store that ne
 from cartridge_proto.stores.interface import (
     CorruptStore,
     NotInStore,
+    Store,
     StoreError,
     StoreUnavailable,
 )
 from cartridge_proto.stores.local import LocalStore
+from cartridge_proto.stores.opening import open_store
 
-__all__ = ["CorruptStore", "LocalStore", "NotInStore", "StoreError", "StoreUnavailable"]
+__all__ = [
+    "CorruptStore",
+    "LocalStore",
+    "NotInStore",
+    "Store",
+    "StoreError",
+    "StoreUnavailable",
+    "open_store",
+]

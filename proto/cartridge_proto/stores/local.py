@@ -27,6 +27,7 @@ from cartridge_proto.stores.verification import (
     PIECE_BYTES,
     VerifiedStore,
     check_size,
+    is_alias,
 )
 
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -62,9 +63,12 @@ class LocalStore(VerifiedStore):
     def _read_alias(self, alias: str) -> bytes:
         return self._read(self.root / "aliases" / alias, MAX_ALIAS_BYTES + 1)
 
-    def _alias_names(self) -> Iterable[str]:
+    def _read_aliases(self) -> Iterable[tuple[str, bytes]]:
         folder = self.root / "aliases"
-        return (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if is_alias(path.name):
+                with contextlib.suppress(StoreError):
+                    yield path.name, self._read_alias(path.name)
 
     def _manifest_stems(self) -> Iterable[str]:
         folder = self.root / "manifests" / "sha256"

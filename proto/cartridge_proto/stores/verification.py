@@ -6,10 +6,12 @@ the right ones.
 """
 
 import abc
+import contextlib
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import final
+from typing import TypeVar, final
 
 from cartridge_proto.digest import Digest, parse_digest, sha256_digest
 from cartridge_proto.manifest import (
@@ -25,7 +27,6 @@ from cartridge_proto.stores.interface import (
     CorruptStore,
     NotInStore,
     StoreError,
-    StoreUnavailable,
 )
 
 MAX_ALIAS_BYTES = 128
@@ -33,6 +34,8 @@ MAX_LISTED = 100_000
 """Names that one listing may hold."""
 PIECE_BYTES = 1 << 20
 """Bytes that are read at a time, so that they are hashed while the processor still has them."""
+
+T = TypeVar("T")
 
 _ALIAS = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,126})@(?P<version>[a-z0-9][a-z0-9._-]{0,126})")
 
@@ -55,8 +58,12 @@ class VerifiedStore(abc.ABC):
         """Bytes of an alias; at most one more than `MAX_ALIAS_BYTES` of them. Or NotInStore."""
 
     @abc.abstractmethod
-    def _alias_names(self) -> Iterable[str]:
-        """Names that may be aliases, in any order; others are passed over."""
+    def _read_aliases(self) -> Iterable[tuple[str, bytes]]:
+        """Names and bytes of all aliases, in any order; what is no alias is passed over.
+
+        One that is damaged or just gone is left out; one that cannot be asked is StoreUnavailable,
+        because a list with holes would take Cartridges away.
+        """
 
     @abc.abstractmethod
     def _manifest_stems(self) -> Iterable[str]:
@@ -108,28 +115,16 @@ class VerifiedStore(abc.ABC):
             except ValueError as error:
                 raise NotInStore(str(error)) from error
         check_alias(alias_or_digest)
-        data = self._read_alias(alias_or_digest)
-        if len(data) > MAX_ALIAS_BYTES:
-            raise CorruptStore(f"alias {alias_or_digest}: more than {MAX_ALIAS_BYTES} bytes")
-        try:
-            return parse_digest(data.decode("ascii", "replace"))
-        except ValueError as error:
-            raise CorruptStore(f"alias {alias_or_digest}: {error}") from error
+        return _decode_alias(alias_or_digest, self._read_alias(alias_or_digest))
 
     @final
     def aliases(self) -> dict[str, Digest]:
         """All aliases that hold a digest, sorted by name; a damaged one does not hide the rest."""
         found = {}
-        for name in sorted(self._capped(self._alias_names())):
-            if _ALIAS.fullmatch(name) is None:
-                continue
-            try:
-                found[name] = self.resolve(name)
-            except StoreUnavailable:
-                # Not known is not absent: a list with holes would take Cartridges away.
-                raise
-            except StoreError:
-                continue
+        for name, data in sorted(self._capped(self._read_aliases())):
+            if is_alias(name):
+                with contextlib.suppress(CorruptStore):
+                    found[name] = _decode_alias(name, data)
         return found
 
     @final
@@ -229,12 +224,10 @@ class VerifiedStore(abc.ABC):
             raise NotInStore(f"alias {alias}: manifest {digest} is not in the store")
         self._write_alias(alias, digest)
 
-    def _capped(self, names: Iterable[str]) -> list[str]:
-        found: list[str] = []
-        for name in names:
-            if len(found) == MAX_LISTED:
-                raise StoreError(f"{self.location}: more than {MAX_LISTED} names")
-            found.append(name)
+    def _capped(self, names: Iterable[T]) -> list[T]:
+        found = list(itertools.islice(names, MAX_LISTED + 1))
+        if len(found) > MAX_LISTED:
+            raise StoreError(f"{self.location}: more than {MAX_LISTED} names")
         return found
 
 
@@ -248,6 +241,11 @@ def check_alias(alias: str) -> tuple[str, str]:
     if match is None:
         raise NotInStore(f"not an alias (name@version): {alias[:80]!r}")
     return match["name"], match["version"]
+
+
+def is_alias(name: str) -> bool:
+    """Whether a name is spelled `name@version`."""
+    return _ALIAS.fullmatch(name) is not None
 
 
 def check_size(digest: Digest, found_bytes: int, size_bytes: int) -> None:
@@ -274,6 +272,15 @@ def decode_verified(digest: Digest, data: bytes) -> Manifest:
         return decode_manifest(data)
     except InvalidManifest as error:
         raise CorruptStore(f"manifest {digest}: {error}") from error
+
+
+def _decode_alias(alias: str, data: bytes) -> Digest:
+    if len(data) > MAX_ALIAS_BYTES:
+        raise CorruptStore(f"alias {alias}: more than {MAX_ALIAS_BYTES} bytes")
+    try:
+        return parse_digest(data.decode("ascii", "replace"))
+    except ValueError as error:
+        raise CorruptStore(f"alias {alias}: {error}") from error
 
 
 def _check_end(digest: Digest, position: int, size_bytes: int) -> None:
