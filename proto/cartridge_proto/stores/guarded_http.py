@@ -251,12 +251,14 @@ def _mapped(place: str) -> Iterator[None]:
     try:
         yield
     except urllib3.exceptions.HTTPError as error:
-        cause: BaseException = error
+        cause: object = error
         while isinstance(cause, urllib3.exceptions.MaxRetryError) and cause.reason is not None:
             cause = cause.reason
-        raise StoreUnavailable(
-            f"{place}: {_SPOKEN.get(type(cause).__name__, 'no answer')}"
-        ) from None
+        if isinstance(cause, urllib3.exceptions.ProtocolError) and len(cause.args) > 1:
+            # Its second argument is what happened.
+            cause = cause.args[1] if type(cause.args[1]).__name__ in _SPOKEN else cause
+        spoken = _SPOKEN.get(type(cause).__name__, "no answer")
+        raise StoreUnavailable(f"{place}: {spoken}") from None
     except OSError as error:
         raise StoreUnavailable(f"{place}: {error.strerror or type(error).__name__}") from None
 

@@ -83,8 +83,9 @@ class RegistryLogin:
         headers = {"authorization": self._basic(self._account)} if self._account else {}
         separator = "&" if parts.query else "?"
         url = f"{realm}{separator}{urlencode(query)}"
-        with self._http.ask("GET", url, headers=headers) as answer:
-            data = answer.read(_MAX_TOKEN_BYTES)
+        # A token service that is not there says nothing about what the store holds.
+        with self._http.ask("GET", url, headers=headers, expected=(200, 404)) as answer:
+            data = answer.read(_MAX_TOKEN_BYTES) if answer.status == 200 else b""
         try:
             fields = json.loads(data)
             token = fields.get("token") or fields["access_token"]
