@@ -35,6 +35,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where residency is published; without it the engine serves but is not on the map."""
     control_address: str | None = None
     """host:port of the gRPC control service; port 0 takes a free one; absent = no service."""
+    control_token_file: str | None = None
+    """File with the token of control calls, where the environment has none."""
+    control_tls_cert: str | None = None
+    """PEM file: the control service's certificate, and those that signed it."""
+    control_tls_key: str | None = None
+    """PEM file: its private key."""
+    control_tls_client_ca: str | None = None
+    """PEM file: who signs the certificates that callers need."""
     dram_bytes: int = DEFAULT_DRAM_BYTES
     """Bound of the verified artifacts kept in memory."""
     pinned_bytes: int | None = None

@@ -58,6 +58,7 @@ def lease_key(replica: str) -> str:
 # --- environment -----------------------------------------------------------------------------
 ENV_PREFIX: Final = "CARTRIDGE_ROUTER_"
 ENV_RESIDENCY_KEY: Final = "CARTRIDGE_ROUTER_RESIDENCY_KEY"
+ENV_CONTROL_TOKEN: Final = "CARTRIDGE_ROUTER_CONTROL_TOKEN"  # noqa: S105 - the name, no secret
 ENV_FAILPOINT: Final = "CARTRIDGE_FAILPOINT"
 ENV_STORE_USERNAME: Final = "CARTRIDGE_STORE_USERNAME"
 """Account at an OCI registry or a Redis store; `s3` stores read the variables of AWS."""

@@ -24,7 +24,7 @@ PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 PositiveCount = Annotated[int, msgspec.Meta(gt=0)]
 
 _REPLICA = re.compile(r"(?:(?P<name>[A-Za-z0-9._-]{1,128})=)?(?P<url>https?://[^\s/?#,]+)/?")
-_NOT_FROM_ENVIRONMENT = frozenset({"CONFIG", "RESIDENCY_KEY"})
+_NOT_FROM_ENVIRONMENT = frozenset({"CONFIG", "RESIDENCY_KEY", "CONTROL_TOKEN"})
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -318,6 +318,19 @@ def test_secrets_are_referred_to_never_copied() -> None:
         }
 
 
+def test_engines_have_a_control_token() -> None:
+    """From the named Secret, for engines only; without one the chart says what it needs."""
+    objects = render(minimal())
+    reference = env_of(only(objects, "StatefulSet"))["CARTRIDGE_ROUTER_CONTROL_TOKEN"]
+    assert reference["valueFrom"]["secretKeyRef"] == {
+        "name": "cartridge-control",
+        "key": "control-token",
+    }
+    assert "CARTRIDGE_ROUTER_CONTROL_TOKEN" not in env_of(only(objects, "Deployment"))
+    with pytest.raises(helm.HelmError, match=r"engine\.control\.tokenSecret\.secretName"):
+        render(minimal(engine__control__tokenSecret__secretName=""))
+
+
 def test_without_a_key_there_is_no_variable_and_a_warning() -> None:
     """Unsigned residency is said in the notes, not hidden."""
     assert "CARTRIDGE_ROUTER_RESIDENCY_KEY" not in env_of(only(render(minimal()), "Deployment"))

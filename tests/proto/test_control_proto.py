@@ -11,17 +11,27 @@ SERVICE = control_pb2.DESCRIPTOR.services_by_name["CartridgeControl"]
 uint64s = st.integers(0, 2**64 - 1)
 
 
-def test_the_service_has_three_unary_methods() -> None:
-    """Describe, Prefetch and Evict, each with its own request and response."""
+def test_every_method_has_a_request_and_an_answer_of_its_own() -> None:
+    """All are unary but Watch, which streams its answers."""
     methods = {
-        method.name: (method.input_type.name, method.output_type.name)
-        for method in SERVICE.methods
-        if not method.client_streaming and not method.server_streaming
+        method.name: (method.input_type.name, method.output_type.name) for method in SERVICE.methods
     }
+    unary = [
+        "Describe",
+        "Lookup",
+        "Prefetch",
+        "Pin",
+        "Unpin",
+        "Move",
+        "Evict",
+        "Drain",
+        "Resume",
+    ]
+    expected = {name: (f"{name}Request", f"{name}Response") for name in unary}
     assert SERVICE.full_name == "cartridge.v1.CartridgeControl"
-    assert methods == {
-        name: (f"{name}Request", f"{name}Response") for name in ("Describe", "Prefetch", "Evict")
-    }
+    assert methods == expected | {"Watch": ("WatchRequest", "WatchEvent")}
+    assert [method.name for method in SERVICE.methods if method.server_streaming] == ["Watch"]
+    assert not any(method.client_streaming for method in SERVICE.methods)
 
 
 def test_tiers_on_the_wire_are_the_residency_tiers_in_their_order() -> None:

@@ -86,6 +86,7 @@ def test_every_kind_of_value_can_come_from_the_environment(tmp_path: Path) -> No
             "CARTRIDGE_ROUTER_FORWARDING__MAX_ATTEMPTS": "7",
             "CARTRIDGE_ROUTER_CONFIG": "/not/a/setting",
             "CARTRIDGE_ROUTER_RESIDENCY_KEY": "not a setting either",
+            "CARTRIDGE_ROUTER_CONTROL_TOKEN": "nor is this one",
         },
         {},
     )

@@ -49,12 +49,26 @@ class Resident(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     NUM_USERS_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    PINNED_BY_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     tier: Global___Tier.ValueType
+    """The fastest tier that holds it; unspecified when none does."""
     size_bytes: _builtins.int
     pinned: _builtins.bool
     num_users: _builtins.int
     """Requests that use the artifact now."""
+    loading: _builtins.bool
+    """On its way to dram; the size may not be known yet (0)."""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """All tiers that hold it, fastest first."""
+
+    @_builtins.property
+    def pinned_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Owners of its pins in dram."""
+
     def __init__(
         self,
         *,
@@ -63,10 +77,13 @@ class Resident(_message.Message):
         size_bytes: _builtins.int = ...,
         pinned: _builtins.bool = ...,
         num_users: _builtins.int = ...,
+        loading: _builtins.bool = ...,
+        tiers: _abc.Iterable[Global___Tier.ValueType] | None = ...,
+        pinned_by: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_users", b"num_users", "pinned", b"pinned", "size_bytes", b"size_bytes", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "loading", b"loading", "num_users", b"num_users", "pinned", b"pinned", "pinned_by", b"pinned_by", "size_bytes", b"size_bytes", "tier", b"tier", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -100,6 +117,9 @@ class DescribeResponse(_message.Message):
     RESIDENTS_FIELD_NUMBER: _builtins.int
     DRAM_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     DRAM_USED_BYTES_FIELD_NUMBER: _builtins.int
+    DRAM_PINNED_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     epoch: _builtins.str
     engine_version: _builtins.str
@@ -110,6 +130,11 @@ class DescribeResponse(_message.Message):
     """The engine identity, as JSON (docs/spec/virtual-prefix-v1.md, "Registration")."""
     dram_capacity_bytes: _builtins.int
     dram_used_bytes: _builtins.int
+    dram_pinned_limit_bytes: _builtins.int
+    """What pins may take of the dram tier."""
+    draining: _builtins.bool
+    """Draining = requests with Cartridges are refused; drained = and none is left."""
+    drained: _builtins.bool
     @_builtins.property
     def residents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resident]: ...
     def __init__(
@@ -124,14 +149,61 @@ class DescribeResponse(_message.Message):
         residents: _abc.Iterable[Global___Resident] | None = ...,
         dram_capacity_bytes: _builtins.int = ...,
         dram_used_bytes: _builtins.int = ...,
+        dram_pinned_limit_bytes: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_capacity_bytes", b"dram_capacity_bytes", "dram_used_bytes", b"dram_used_bytes", "engine_json", b"engine_json", "engine_version", b"engine_version", "epoch", b"epoch", "ready", b"ready", "reason", b"reason", "replica", b"replica", "residents", b"residents"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "draining", b"draining", "dram_capacity_bytes", b"dram_capacity_bytes", "dram_pinned_limit_bytes", b"dram_pinned_limit_bytes", "dram_used_bytes", b"dram_used_bytes", "engine_json", b"engine_json", "engine_version", b"engine_version", "epoch", b"epoch", "ready", b"ready", "reason", b"reason", "replica", b"replica", "residents", b"residents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class LookupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At most 1024."""
+
+    def __init__(
+        self,
+        *,
+        digests: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
+
+@_typing.final
+class LookupResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESIDENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def residents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resident]:
+        """One for each digest asked for, in that order."""
+
+    def __init__(
+        self,
+        *,
+        residents: _abc.Iterable[Global___Resident] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["residents", b"residents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
 
 @_typing.final
 class PrefetchRequest(_message.Message):
@@ -139,19 +211,34 @@ class PrefetchRequest(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    NO_WAIT_FIELD_NUMBER: _builtins.int
+    EXPECTED_IN_MS_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     deadline_ms: _builtins.int
+    """How long the load may take; 0 = 30 s; at most 600 s."""
+    priority: _builtins.int
+    """0 to 100, higher first; requests go before all. 0 takes no room from what is worth more."""
+    no_wait: _builtins.bool
+    """Return at once, while the artifact loads."""
+    expected_in_ms: _builtins.int
+    """A hint: it will be used in so many milliseconds, at most a day."""
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
         deadline_ms: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        no_wait: _builtins.bool = ...,
+        expected_in_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_in_ms", b"_expected_in_ms", "expected_in_ms", b"expected_in_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "digest", b"digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_in_ms", b"_expected_in_ms", "deadline_ms", b"deadline_ms", "digest", b"digest", "expected_in_ms", b"expected_in_ms", "no_wait", b"no_wait", "priority", b"priority"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__expected_in_ms: _TypeAlias = _typing.Literal["expected_in_ms"]  # noqa: Y015
+    _WhichOneofArgType__expected_in_ms: _TypeAlias = _typing.Literal["_expected_in_ms", b"_expected_in_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_in_ms) -> _WhichOneofReturnType__expected_in_ms | None: ...
 
 Global___PrefetchRequest: _TypeAlias = PrefetchRequest  # noqa: Y015
 
@@ -177,6 +264,155 @@ class PrefetchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefetchResponse: _TypeAlias = PrefetchResponse  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    owner: _builtins.str
+    """Who holds the pin: 1 to 128 of A-Za-z0-9._:-. Pins in hbm have no owner."""
+    tier: Global___Tier.ValueType
+    """TIER_DRAM (an artifact) or TIER_HBM (a composition)."""
+    deadline_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        tier: Global___Tier.ValueType = ...,
+        deadline_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "digest", b"digest", "owner", b"owner", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESIDENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def resident(self) -> Global___Resident: ...
+    def __init__(
+        self,
+        *,
+        resident: Global___Resident | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resident", b"resident"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["resident", b"resident"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
+
+@_typing.final
+class UnpinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    owner: _builtins.str
+    tier: Global___Tier.ValueType
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        tier: Global___Tier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "owner", b"owner", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
+
+@_typing.final
+class UnpinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNPINNED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    unpinned: _builtins.bool
+    """False when there was no such pin; `reason` says more."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        unpinned: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "unpinned", b"unpinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015
+
+@_typing.final
+class MoveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    to: Global___Tier.ValueType
+    """TIER_DRAM, TIER_NVME or TIER_REMOTE."""
+    deadline_ms: _builtins.int
+    priority: _builtins.int
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        to: Global___Tier.ValueType = ...,
+        deadline_ms: _builtins.int = ...,
+        priority: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "digest", b"digest", "priority", b"priority", "to", b"to"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
+
+@_typing.final
+class MoveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESIDENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def resident(self) -> Global___Resident:
+        """Where it is now."""
+
+    def __init__(
+        self,
+        *,
+        resident: Global___Resident | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resident", b"resident"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["resident", b"resident"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveResponse: _TypeAlias = MoveResponse  # noqa: Y015
 
 @_typing.final
 class EvictRequest(_message.Message):
@@ -219,3 +455,118 @@ class EvictResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvictResponse: _TypeAlias = EvictResponse  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    deadline_ms: _builtins.int
+    """How long to wait for the last request; 0 = do not wait."""
+    def __init__(
+        self,
+        *,
+        deadline_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAINED_FIELD_NUMBER: _builtins.int
+    drained: _builtins.bool
+    """No request with Cartridges is left."""
+    def __init__(
+        self,
+        *,
+        drained: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    RESIDENT_FIELD_NUMBER: _builtins.int
+    SYNCED_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    """The boot whose rows these are."""
+    synced: _builtins.bool
+    """Set on one event without a resident: everything that was there has been told."""
+    @_builtins.property
+    def resident(self) -> Global___Resident:
+        """What holds it now; tier unspecified when it is gone. A digest of tier hbm is a composition's."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+        resident: Global___Resident | None = ...,
+        synced: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resident", b"resident"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "resident", b"resident", "synced", b"synced"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEvent: _TypeAlias = WatchEvent  # noqa: Y015

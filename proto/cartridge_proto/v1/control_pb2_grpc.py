@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class CartridgeControlStub:
-    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
-    control address. Callers are not authenticated.
+    """Control of the Cartridge data plane of one engine, or of a node agent. Served by the engine
+    extension where it is given a control address. Where a token is set, every call carries it as
+    metadata `authorization: Bearer TOKEN`; standard health checks do not.
     """
 
     def __init__(self, channel):
@@ -41,25 +42,68 @@ class CartridgeControlStub:
                 request_serializer=cartridge__proto_dot_v1_dot_control__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=cartridge__proto_dot_v1_dot_control__pb2.DescribeResponse.FromString,
                 _registered_method=True)
+        self.Lookup = channel.unary_unary(
+                '/cartridge.v1.CartridgeControl/Lookup',
+                request_serializer=cartridge__proto_dot_v1_dot_control__pb2.LookupRequest.SerializeToString,
+                response_deserializer=cartridge__proto_dot_v1_dot_control__pb2.LookupResponse.FromString,
+                _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/cartridge.v1.CartridgeControl/Prefetch',
                 request_serializer=cartridge__proto_dot_v1_dot_control__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=cartridge__proto_dot_v1_dot_control__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/cartridge.v1.CartridgeControl/Pin',
+                request_serializer=cartridge__proto_dot_v1_dot_control__pb2.PinRequest.SerializeToString,
+                response_deserializer=cartridge__proto_dot_v1_dot_control__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/cartridge.v1.CartridgeControl/Unpin',
+                request_serializer=cartridge__proto_dot_v1_dot_control__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=cartridge__proto_dot_v1_dot_control__pb2.UnpinResponse.FromString,
+                _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/cartridge.v1.CartridgeControl/Move',
+                request_serializer=cartridge__proto_dot_v1_dot_control__pb2.MoveRequest.SerializeToString,
+                response_deserializer=cartridge__proto_dot_v1_dot_control__pb2.MoveResponse.FromString,
                 _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/cartridge.v1.CartridgeControl/Evict',
                 request_serializer=cartridge__proto_dot_v1_dot_control__pb2.EvictRequest.SerializeToString,
                 response_deserializer=cartridge__proto_dot_v1_dot_control__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/cartridge.v1.CartridgeControl/Drain',
+                request_serializer=cartridge__proto_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=cartridge__proto_dot_v1_dot_control__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/cartridge.v1.CartridgeControl/Resume',
+                request_serializer=cartridge__proto_dot_v1_dot_control__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=cartridge__proto_dot_v1_dot_control__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/cartridge.v1.CartridgeControl/Watch',
+                request_serializer=cartridge__proto_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
+                response_deserializer=cartridge__proto_dot_v1_dot_control__pb2.WatchEvent.FromString,
+                _registered_method=True)
 
 
 class CartridgeControlServicer:
-    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
-    control address. Callers are not authenticated.
+    """Control of the Cartridge data plane of one engine, or of a node agent. Served by the engine
+    extension where it is given a control address. Where a token is set, every call carries it as
+    metadata `authorization: Bearer TOKEN`; standard health checks do not.
     """
 
     def Describe(self, request, context):
         """What the replica serves, whether its self-test passed, and what it holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lookup(self, request, context):
+        """What is known of some digests: tiers, size, pins, users.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,8 +116,50 @@ class CartridgeControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Keep an artifact in dram (fetching it), or a composition in hbm (whole there), until Unpin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """End a pin of this owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Move(self, request, context):
+        """Bring an artifact to a tier: to dram = Prefetch, to nvme or remote = drop it from dram.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evict(self, request, context):
         """Drop an artifact from the dram tier. One that requests are using stays and is reported.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Take no more requests with Cartridges; returns when none is left or at the deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Take requests with Cartridges again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """All that the replica holds, then each change. ABORTED when the caller reads too slowly: ask anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,15 +173,50 @@ def add_CartridgeControlServicer_to_server(servicer, server):
                     request_deserializer=cartridge__proto_dot_v1_dot_control__pb2.DescribeRequest.FromString,
                     response_serializer=cartridge__proto_dot_v1_dot_control__pb2.DescribeResponse.SerializeToString,
             ),
+            'Lookup': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lookup,
+                    request_deserializer=cartridge__proto_dot_v1_dot_control__pb2.LookupRequest.FromString,
+                    response_serializer=cartridge__proto_dot_v1_dot_control__pb2.LookupResponse.SerializeToString,
+            ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
                     request_deserializer=cartridge__proto_dot_v1_dot_control__pb2.PrefetchRequest.FromString,
                     response_serializer=cartridge__proto_dot_v1_dot_control__pb2.PrefetchResponse.SerializeToString,
             ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=cartridge__proto_dot_v1_dot_control__pb2.PinRequest.FromString,
+                    response_serializer=cartridge__proto_dot_v1_dot_control__pb2.PinResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=cartridge__proto_dot_v1_dot_control__pb2.UnpinRequest.FromString,
+                    response_serializer=cartridge__proto_dot_v1_dot_control__pb2.UnpinResponse.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=cartridge__proto_dot_v1_dot_control__pb2.MoveRequest.FromString,
+                    response_serializer=cartridge__proto_dot_v1_dot_control__pb2.MoveResponse.SerializeToString,
+            ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
                     request_deserializer=cartridge__proto_dot_v1_dot_control__pb2.EvictRequest.FromString,
                     response_serializer=cartridge__proto_dot_v1_dot_control__pb2.EvictResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=cartridge__proto_dot_v1_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=cartridge__proto_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=cartridge__proto_dot_v1_dot_control__pb2.ResumeRequest.FromString,
+                    response_serializer=cartridge__proto_dot_v1_dot_control__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=cartridge__proto_dot_v1_dot_control__pb2.WatchRequest.FromString,
+                    response_serializer=cartridge__proto_dot_v1_dot_control__pb2.WatchEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -106,8 +227,9 @@ def add_CartridgeControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CartridgeControl:
-    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
-    control address. Callers are not authenticated.
+    """Control of the Cartridge data plane of one engine, or of a node agent. Served by the engine
+    extension where it is given a control address. Where a token is set, every call carries it as
+    metadata `authorization: Bearer TOKEN`; standard health checks do not.
     """
 
     @staticmethod
@@ -127,6 +249,33 @@ class CartridgeControl:
             '/cartridge.v1.CartridgeControl/Describe',
             cartridge__proto_dot_v1_dot_control__pb2.DescribeRequest.SerializeToString,
             cartridge__proto_dot_v1_dot_control__pb2.DescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lookup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cartridge.v1.CartridgeControl/Lookup',
+            cartridge__proto_dot_v1_dot_control__pb2.LookupRequest.SerializeToString,
+            cartridge__proto_dot_v1_dot_control__pb2.LookupResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -165,6 +314,87 @@ class CartridgeControl:
             _registered_method=True)
 
     @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cartridge.v1.CartridgeControl/Pin',
+            cartridge__proto_dot_v1_dot_control__pb2.PinRequest.SerializeToString,
+            cartridge__proto_dot_v1_dot_control__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cartridge.v1.CartridgeControl/Unpin',
+            cartridge__proto_dot_v1_dot_control__pb2.UnpinRequest.SerializeToString,
+            cartridge__proto_dot_v1_dot_control__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cartridge.v1.CartridgeControl/Move',
+            cartridge__proto_dot_v1_dot_control__pb2.MoveRequest.SerializeToString,
+            cartridge__proto_dot_v1_dot_control__pb2.MoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Evict(request,
             target,
             options=(),
@@ -181,6 +411,87 @@ class CartridgeControl:
             '/cartridge.v1.CartridgeControl/Evict',
             cartridge__proto_dot_v1_dot_control__pb2.EvictRequest.SerializeToString,
             cartridge__proto_dot_v1_dot_control__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cartridge.v1.CartridgeControl/Drain',
+            cartridge__proto_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+            cartridge__proto_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cartridge.v1.CartridgeControl/Resume',
+            cartridge__proto_dot_v1_dot_control__pb2.ResumeRequest.SerializeToString,
+            cartridge__proto_dot_v1_dot_control__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/cartridge.v1.CartridgeControl/Watch',
+            cartridge__proto_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
+            cartridge__proto_dot_v1_dot_control__pb2.WatchEvent.FromString,
             options,
             channel_credentials,
             insecure,

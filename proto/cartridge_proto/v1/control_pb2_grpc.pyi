@@ -27,8 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CartridgeControlStub:
-    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
-    control address. Callers are not authenticated.
+    """Control of the Cartridge data plane of one engine, or of a node agent. Served by the engine
+    extension where it is given a control address. Where a token is set, every call carries it as
+    metadata `authorization: Bearer TOKEN`; standard health checks do not.
     """
 
     @_typing.overload
@@ -37,28 +38,58 @@ class CartridgeControlStub:
     def __new__(cls, channel: _aio.Channel) -> CartridgeControlAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _control_pb2.DescribeResponse]
     """What the replica serves, whether its self-test passed, and what it holds."""
+    Lookup: _grpc.UnaryUnaryMultiCallable[_control_pb2.LookupRequest, _control_pb2.LookupResponse]
+    """What is known of some digests: tiers, size, pins, users."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_control_pb2.PrefetchRequest, _control_pb2.PrefetchResponse]
     """Fetch and verify an artifact into the dram tier. Returns when it is ready or failed."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_control_pb2.PinRequest, _control_pb2.PinResponse]
+    """Keep an artifact in dram (fetching it), or a composition in hbm (whole there), until Unpin."""
+    Unpin: _grpc.UnaryUnaryMultiCallable[_control_pb2.UnpinRequest, _control_pb2.UnpinResponse]
+    """End a pin of this owner."""
+    Move: _grpc.UnaryUnaryMultiCallable[_control_pb2.MoveRequest, _control_pb2.MoveResponse]
+    """Bring an artifact to a tier: to dram = Prefetch, to nvme or remote = drop it from dram."""
     Evict: _grpc.UnaryUnaryMultiCallable[_control_pb2.EvictRequest, _control_pb2.EvictResponse]
     """Drop an artifact from the dram tier. One that requests are using stays and is reported."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
+    """Take no more requests with Cartridges; returns when none is left or at the deadline."""
+    Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]
+    """Take requests with Cartridges again."""
+    Watch: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchEvent]
+    """All that the replica holds, then each change. ABORTED when the caller reads too slowly: ask anew."""
 
 @_typing.type_check_only
 class CartridgeControlAsyncStub(CartridgeControlStub):
-    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
-    control address. Callers are not authenticated.
+    """Control of the Cartridge data plane of one engine, or of a node agent. Served by the engine
+    extension where it is given a control address. Where a token is set, every call carries it as
+    metadata `authorization: Bearer TOKEN`; standard health checks do not.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _control_pb2.DescribeResponse]  # type: ignore[assignment]
     """What the replica serves, whether its self-test passed, and what it holds."""
+    Lookup: _aio.UnaryUnaryMultiCallable[_control_pb2.LookupRequest, _control_pb2.LookupResponse]  # type: ignore[assignment]
+    """What is known of some digests: tiers, size, pins, users."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_control_pb2.PrefetchRequest, _control_pb2.PrefetchResponse]  # type: ignore[assignment]
     """Fetch and verify an artifact into the dram tier. Returns when it is ready or failed."""
+    Pin: _aio.UnaryUnaryMultiCallable[_control_pb2.PinRequest, _control_pb2.PinResponse]  # type: ignore[assignment]
+    """Keep an artifact in dram (fetching it), or a composition in hbm (whole there), until Unpin."""
+    Unpin: _aio.UnaryUnaryMultiCallable[_control_pb2.UnpinRequest, _control_pb2.UnpinResponse]  # type: ignore[assignment]
+    """End a pin of this owner."""
+    Move: _aio.UnaryUnaryMultiCallable[_control_pb2.MoveRequest, _control_pb2.MoveResponse]  # type: ignore[assignment]
+    """Bring an artifact to a tier: to dram = Prefetch, to nvme or remote = drop it from dram."""
     Evict: _aio.UnaryUnaryMultiCallable[_control_pb2.EvictRequest, _control_pb2.EvictResponse]  # type: ignore[assignment]
     """Drop an artifact from the dram tier. One that requests are using stays and is reported."""
+    Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
+    """Take no more requests with Cartridges; returns when none is left or at the deadline."""
+    Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Take requests with Cartridges again."""
+    Watch: _aio.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchEvent]  # type: ignore[assignment]
+    """All that the replica holds, then each change. ABORTED when the caller reads too slowly: ask anew."""
 
 class CartridgeControlServicer(metaclass=_abc_1.ABCMeta):
-    """Control of one engine's Cartridge data plane. Served by the engine extension where it is given a
-    control address. Callers are not authenticated.
+    """Control of the Cartridge data plane of one engine, or of a node agent. Served by the engine
+    extension where it is given a control address. Where a token is set, every call carries it as
+    metadata `authorization: Bearer TOKEN`; standard health checks do not.
     """
 
     @_abc_1.abstractmethod
@@ -70,6 +101,14 @@ class CartridgeControlServicer(metaclass=_abc_1.ABCMeta):
         """What the replica serves, whether its self-test passed, and what it holds."""
 
     @_abc_1.abstractmethod
+    def Lookup(
+        self,
+        request: _control_pb2.LookupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.LookupResponse, _abc.Awaitable[_control_pb2.LookupResponse]]:
+        """What is known of some digests: tiers, size, pins, users."""
+
+    @_abc_1.abstractmethod
     def Prefetch(
         self,
         request: _control_pb2.PrefetchRequest,
@@ -78,11 +117,59 @@ class CartridgeControlServicer(metaclass=_abc_1.ABCMeta):
         """Fetch and verify an artifact into the dram tier. Returns when it is ready or failed."""
 
     @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _control_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.PinResponse, _abc.Awaitable[_control_pb2.PinResponse]]:
+        """Keep an artifact in dram (fetching it), or a composition in hbm (whole there), until Unpin."""
+
+    @_abc_1.abstractmethod
+    def Unpin(
+        self,
+        request: _control_pb2.UnpinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.UnpinResponse, _abc.Awaitable[_control_pb2.UnpinResponse]]:
+        """End a pin of this owner."""
+
+    @_abc_1.abstractmethod
+    def Move(
+        self,
+        request: _control_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.MoveResponse, _abc.Awaitable[_control_pb2.MoveResponse]]:
+        """Bring an artifact to a tier: to dram = Prefetch, to nvme or remote = drop it from dram."""
+
+    @_abc_1.abstractmethod
     def Evict(
         self,
         request: _control_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.EvictResponse, _abc.Awaitable[_control_pb2.EvictResponse]]:
         """Drop an artifact from the dram tier. One that requests are using stays and is reported."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _control_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
+        """Take no more requests with Cartridges; returns when none is left or at the deadline."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _control_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ResumeResponse, _abc.Awaitable[_control_pb2.ResumeResponse]]:
+        """Take requests with Cartridges again."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _control_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.WatchEvent], _abc.AsyncIterator[_control_pb2.WatchEvent]]:
+        """All that the replica holds, then each change. ABORTED when the caller reads too slowly: ask anew."""
 
 def add_CartridgeControlServicer_to_server(servicer: CartridgeControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
