@@ -43,7 +43,12 @@ class EngineClient:
         return str(self._request("/v1/models", None)["data"][0]["id"])
 
     def complete(
-        self, model: str, prompt: list[int], kv_transfer_params: dict[str, Any], salt: str
+        self,
+        model: str,
+        prompt: list[int],
+        kv_transfer_params: dict[str, Any],
+        salt: str,
+        num_new_tokens: int = NUM_NEW_TOKENS,
     ) -> Answer:
         """Greedy answer to token ids.
 
@@ -53,7 +58,7 @@ class EngineClient:
         body = {
             "model": model,
             "prompt": prompt,
-            "max_tokens": NUM_NEW_TOKENS,
+            "max_tokens": num_new_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "logprobs": 1,

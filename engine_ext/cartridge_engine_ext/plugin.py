@@ -4,6 +4,7 @@ Owns the start and the end of everything that lives beside the scheduler, and th
 boot self-test. Refuses engines whose flags would let a virtual position be prefilled as text.
 """
 
+import importlib.metadata
 import logging
 import queue
 import secrets
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import vllm
 from huggingface_hub import snapshot_download
@@ -23,18 +25,20 @@ from cartridge_engine_ext.artifact_pool import ArtifactPool
 from cartridge_engine_ext.control_service import ControlServer, ControlService
 from cartridge_engine_ext.engine_client import EngineClient
 from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.first_load_probe import PASSED, FirstLoadProbe, build_digest
 from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.load_plan import Captured
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
 from cartridge_engine_ext.scheduler_side import SchedulerSide, SelfTestGate
-from cartridge_engine_ext.self_test import Answer, Verdict, run_self_test
+from cartridge_engine_ext.self_test import Answer, Verdict, composition_of, run_self_test
 from cartridge_engine_ext.settings import parse_settings, residency_key_from_environment
 from cartridge_engine_ext.worker_side import HeadShard, WorkerSide, all_heads
 from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
 from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES, EngineIdentity
 from cartridge_proto.composition import cache_salt
 from cartridge_proto.digest import Digest
+from cartridge_proto.manifest import Manifest
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_SELF_TEST
 from cartridge_proto.residency import Receipt, Tier
 from cartridge_proto.stores import LocalStore
@@ -175,6 +179,19 @@ class SchedulerRuntime:
         self._not_ready: str | None = "the boot self-test has not run yet"
         self._num_kv_heads = self._engine.geometry.num_kv_heads
         self._captured: queue.Queue[dict[int, Captured]] = queue.Queue()
+        self._probes = FirstLoadProbe(
+            self._answer_probe,
+            build=build_digest(
+                vllm.__version__,
+                torch.__version__,
+                importlib.metadata.version("cartridge-router"),
+                msgspec.json.encode(self._engine).decode(),
+                str(config.cache_config.cache_dtype),
+                str(config.parallel_config.tensor_parallel_size),
+                config.device_config.device_type,
+            ),
+            folder=Path(settings.state_dir) if settings.state_dir is not None else None,
+        )
         self._is_stopping = threading.Event()
         self._client = EngineClient(settings.self_url, settings.api_key)
         self._publisher = (
@@ -226,6 +243,7 @@ class SchedulerRuntime:
             placeholder_token_id=self._vocab_size,
             gate=self._gate,
             census=self.census,
+            verdict_of=self._probes.verdict if settings.with_probe else lambda *_: PASSED,
             publish_receipt=self._publish_receipt,
             on_captured=self._captured.put,
         )
@@ -240,6 +258,7 @@ class SchedulerRuntime:
             self._publisher.stop()
         if self._control is not None:
             self._control.stop()
+        self._probes.stop()
         self._pool.close()
 
     # --- boot ----------------------------------------------------------------------------------
@@ -289,6 +308,18 @@ class SchedulerRuntime:
             discard=self._pool.evict,
             relocate=partial(relocate_keys, inverse_frequencies=self._inverse_frequencies),
         )
+
+    def _answer_probe(
+        self, manifest: Manifest, digest: Digest, prompt: list[int], num_new_tokens: int
+    ) -> Answer:
+        message = composition_of(digest, manifest)
+        params = {
+            FIELD_SELF_TEST: {"token": self._gate.token, "num_tokens": 0},
+            FIELD_CARTRIDGES: message,
+        }
+        salt = cache_salt(Digest(message["composition"]))
+        model = self._client.served_model()
+        return self._client.complete(model, prompt, params, salt, num_new_tokens)
 
     # --- what the fleet is told ------------------------------------------------------------------
     def _withdraw(self, digest: Digest) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from cartridge_engine_ext.artifact_pool import Artifact, ArtifactPool
 from cartridge_engine_ext.errors import Refusal
+from cartridge_engine_ext.first_load_probe import ProbeVerdict
 from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.load_plan import (
     Capture,
@@ -41,6 +42,7 @@ from cartridge_proto.composition import (
     decode_message,
 )
 from cartridge_proto.digest import Digest
+from cartridge_proto.manifest import Manifest
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_RECEIPT, FIELD_SELF_TEST
 from cartridge_proto.residency import (
     Epoch,
@@ -68,6 +70,8 @@ class _VirtualRequest:
     received_s: float
     tiers: dict[str, Tier]
     refusal: Refusal | None = None
+    is_proof: bool = False
+    """A request of the engine to itself: a self-test or a probe."""
     is_checked: bool = False
     num_reused_tokens: int | None = None
     num_loads: int = 0
@@ -139,6 +143,7 @@ class SchedulerSide:
         placeholder_token_id: int,
         gate: SelfTestGate,
         census: HbmCensus,
+        verdict_of: Callable[[Digest, Manifest], ProbeVerdict | None],
         publish_receipt: Callable[[Receipt], None],
         on_captured: Callable[[dict[int, Captured]], None],
     ) -> None:
@@ -149,6 +154,7 @@ class SchedulerSide:
         self._placeholder = placeholder_token_id
         self._gate = gate
         self._census = census
+        self._verdict_of = verdict_of
         self._publish_receipt = publish_receipt
         self._on_captured = on_captured
         self._tracked: dict[str, _Tracked] = {}
@@ -288,7 +294,9 @@ class SchedulerSide:
             raise Refusal(FailureReason.INVALID_MESSAGE, str(error)) from error
         self._check_request(request, params, message)
         num_tokens = message.num_tokens
-        tracked = _VirtualRequest(message, time.monotonic(), {})
+        tracked = _VirtualRequest(
+            message, time.monotonic(), {}, is_proof=self._is_self_test(params)
+        )
         self._tracked[request.request_id] = tracked
         is_aligned = num_tokens % self._engine.block_size == 0
         if not (is_aligned and self._census.is_whole(Digest(message.composition))):
@@ -361,11 +369,7 @@ class SchedulerSide:
         artifacts = [self._pool.poll(digest) for digest in tracked.digests]
         ready = [artifact for artifact in artifacts if artifact is not None]
         if len(ready) < len(artifacts):
-            if time.monotonic() > tracked.deadline_s:
-                raise Refusal(
-                    FailureReason.DEADLINE,
-                    f"not loaded within deadline_ms ({tracked.message.deadline_ms})",
-                )
+            self._check_deadline(tracked, "not loaded")
             return False
         if not tracked.is_checked:
             manifests = {str(artifact.digest): artifact.manifest for artifact in ready}
@@ -373,9 +377,29 @@ class SchedulerSide:
                 check_claims(tracked.message, manifests)
             except FalseClaim as claim:
                 raise Refusal(claim.reason, claim.detail) from claim
+            if not (tracked.is_proof or self._are_probed(tracked, ready)):
+                return False
             tracked.is_checked = True
             tracked.wait_s = time.monotonic() - tracked.received_s
         return True
+
+    def _are_probed(self, tracked: _VirtualRequest, artifacts: Sequence[Artifact]) -> bool:
+        """Whether all artifacts have answered their probes; starts those that have not."""
+        verdicts = [self._verdict_of(a.digest, a.manifest) for a in artifacts]
+        for artifact, verdict in zip(artifacts, verdicts, strict=True):
+            if verdict is not None and verdict.problem is not None:
+                raise Refusal(FailureReason.QUARANTINED, f"{artifact.digest}: {verdict.problem}")
+        if None not in verdicts:
+            return True
+        self._check_deadline(tracked, "not probed")
+        return False
+
+    def _check_deadline(self, tracked: _VirtualRequest, what: str) -> None:
+        if time.monotonic() > tracked.deadline_s:
+            raise Refusal(
+                FailureReason.DEADLINE,
+                f"{what} within deadline_ms ({tracked.message.deadline_ms})",
+            )
 
     def _plan_load(
         self,

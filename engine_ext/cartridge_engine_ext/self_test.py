@@ -31,6 +31,7 @@ from cartridge_proto.manifest import (
     Access,
     Card,
     ConventionKind,
+    Manifest,
     PositionLayout,
     Probe,
     ProbeStep,
@@ -123,7 +124,7 @@ def run_self_test(
         artifact = captured_artifact(tensors, engine)
         adopt(artifact)
         try:
-            return complete(live, composition_of(artifact))
+            return complete(live, composition_of(artifact.digest, artifact.manifest))
         finally:
             discard(artifact.digest)
 
@@ -168,24 +169,23 @@ def _difference(one: Answer, other: Answer) -> float:
     return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
 
 
-def composition_of(artifact: Artifact) -> dict[str, Any]:
-    """`kv_transfer_params.cartridges` for one artifact at position 0, as builtins."""
-    item = CompositionItem(
-        digest=artifact.digest, num_tokens=artifact.manifest.num_tokens, offset=0
-    )
+def composition_of(digest: Digest, manifest: Manifest) -> dict[str, Any]:
+    """`kv_transfer_params.cartridges` for one artifact at position 0, for its owner."""
+    item = CompositionItem(digest=digest, num_tokens=manifest.num_tokens, offset=0)
     layout = PositionLayout.SEQUENTIAL
+    scope = manifest.access.owner
     composition = composition_digest(
-        scope=SELF_TEST_SCOPE,
+        scope=scope,
         layout=layout,
         items=[item],
         visibility=[True],
-        fingerprint=model_fingerprint(artifact.manifest.model),
+        fingerprint=model_fingerprint(manifest.model),
     )
     message = CompositionMessage(
         v=1,
         request_id="self-test",
         composition=composition,
-        scope=SELF_TEST_SCOPE,
+        scope=scope,
         layout=layout,
         items=[item],
         visibility=[True],

@@ -57,6 +57,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Life of the replica's lease without a heartbeat."""
     with_weights_digest: bool = True
     """Hash the model's weights at start, so that artifacts are matched by weights."""
+    with_probe: bool = True
+    """Let each artifact answer its manifest's probe on this engine before it serves."""
+    state_dir: str | None = None
+    """Folder that keeps what was found out about this engine build over restarts: the verdicts of
+    probes; absent = found out anew on each start."""
     model_dir: str | None = None
     """Folder of the model's files; default: the model path that vLLM was given."""
 

@@ -97,6 +97,8 @@ class FailureReason(StrEnum):
     UNKNOWN_ARTIFACT = "unknown_artifact"
     CORRUPT_ARTIFACT = "corrupt_artifact"
     INCOMPATIBLE = "incompatible"
+    QUARANTINED = "quarantined"
+    """It answered its own probe otherwise than its reference, on this engine build."""
     CONTEXT_LENGTH = "context_length"
     UNSUPPORTED = "unsupported"
     DEADLINE = "deadline"

@@ -60,6 +60,7 @@ _OWN_RESPONSE: Final = frozenset({"server", "date", HEADER_REQUEST_ID})
 
 _ERROR_OF_REASON: Final[dict[FailureReason, type[RouterError]]] = {
     FailureReason.INCOMPATIBLE: IncompatibleCartridge,
+    FailureReason.QUARANTINED: IncompatibleCartridge,
     FailureReason.CONTEXT_LENGTH: ContextTooLong,
     FailureReason.UNSUPPORTED: InvalidRequest,
 }

@@ -17,6 +17,7 @@ import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is
 
 # isort: split
 from cartridge_engine_ext.artifact_pool import ArtifactPool
+from cartridge_engine_ext.first_load_probe import PASSED, ProbeVerdict
 from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.load_plan import Capture, Load, LoadReport, LoadResult
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
@@ -72,6 +73,7 @@ class Engine:
     side: SchedulerSide
     receipts: list[Receipt]
     blocks: FakeBlockPool
+    verdicts: dict[Digest, ProbeVerdict | None]
     captured: list[Any] = field(default_factory=list)
 
     def put(self, **sample: Any) -> tuple[Digest, Manifest]:
@@ -157,6 +159,7 @@ def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterat
     receipts: list[Receipt] = []
     captured: list[Any] = []
     blocks = FakeBlockPool()
+    verdicts: dict[Digest, ProbeVerdict | None] = {}
     census = HbmCensus(ResidencyLedger(), group_ids=[0], block_bytes=100, pinned_fraction=0.5)
     census.bind(blocks)
     side = SchedulerSide(
@@ -167,10 +170,11 @@ def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterat
         placeholder_token_id=PLACEHOLDER,
         gate=gate,
         census=census,
+        verdict_of=lambda digest, manifest: verdicts.get(digest, PASSED),
         publish_receipt=receipts.append,
         on_captured=captured.append,
     )
-    yield Engine(store, pool, gate, side, receipts, blocks, captured)
+    yield Engine(store, pool, gate, side, receipts, blocks, verdicts, captured)
     store.gate.set()
     pool.close()
 
@@ -436,6 +440,40 @@ def test_a_load_past_its_deadline_fails_its_request(engine: Engine) -> None:
     receipt = engine.end(request)
     assert receipt.reason is FailureReason.DEADLINE
     assert "deadline_ms (1)" in receipt.detail
+
+
+def test_a_quarantined_artifact_serves_nobody(engine: Engine) -> None:
+    """What answered its probe otherwise is refused with that reason."""
+    artifact = engine.put()
+    engine.verdicts[artifact[0]] = ProbeVerdict("probe step 0: token 3, expected 4")
+    receipt = engine.failed_to_load(request_with(message_of([artifact])))
+    assert receipt.reason is FailureReason.QUARANTINED
+    assert receipt.detail == f"{artifact[0]}: probe step 0: token 3, expected 4"
+
+
+def test_requests_wait_for_the_probe(engine: Engine) -> None:
+    """While the probe runs the answer is "ask again", until the deadline; the probe itself goes."""
+    artifact = engine.put(num_tokens=20)
+    engine.verdicts[artifact[0]] = None
+    engine.use(artifact)
+    request = request_with(message_of([artifact]))
+    engine.side.on_new_request(request)
+    assert engine.side.num_matched_tokens(request, 0) == (None, False)
+    probe = request_with(message_of([artifact]))
+    assert probe.kv_transfer_params is not None
+    probe.kv_transfer_params[FIELD_SELF_TEST] = {"token": TOKEN, "num_tokens": 0}
+    engine.side.on_new_request(probe)
+    assert engine.side.num_matched_tokens(probe, 0) == (20, True)
+    engine.verdicts[artifact[0]] = PASSED
+    assert engine.side.num_matched_tokens(request, 0) == (20, True)
+
+
+def test_a_probe_past_the_deadline_fails_its_request(engine: Engine) -> None:
+    """Who cannot wait that long is refused; nothing is said against the artifact."""
+    artifact = engine.put()
+    engine.verdicts[artifact[0]] = None
+    receipt = engine.failed_to_load(request_with(message_of([artifact], deadline_ms=1)))
+    assert receipt.reason is FailureReason.DEADLINE
 
 
 # --- loading -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is
 
 # isort: split
 from cartridge_engine_ext.artifact_pool import ArtifactPool
+from cartridge_engine_ext.first_load_probe import PASSED
 from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.scheduler_side import SchedulerSide, SelfTestGate
@@ -51,6 +52,7 @@ def side(tmp_path: Path) -> Iterator[SchedulerSide]:
         epoch=Epoch("0" * 32),
         placeholder_token_id=PLACEHOLDER,
         gate=SelfTestGate(is_open=True, immovable=None),
+        verdict_of=lambda digest, manifest: PASSED,
         census=HbmCensus(ResidencyLedger(), group_ids=[0], block_bytes=1, pinned_fraction=0.0),
         publish_receipt=lambda receipt: None,
         on_captured=lambda tensors: None,

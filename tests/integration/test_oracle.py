@@ -11,12 +11,14 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load
+from transformers import DynamicCache
 
 from cartridge_engine_ext.payload import pack_payload
 from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
 from cartridge_proto.digest import parse_digest
 from cartridge_proto.manifest import PositionLayout
-from cartridge_proto.names import HEADER_DIGEST
+from cartridge_proto.names import FIELD_CARTRIDGE_IDS, HEADER_DIGEST
+from cartridge_router.demo.stack import MODEL_NAME
 from tests.integration.fleet import (
     BLOCK_SIZE,
     LIVE_PROMPT,
@@ -171,6 +173,19 @@ def test_oracle_catches_a_damaged_cartridge(fleet: Fleet, mutation: Mutation) ->
     assert ordinary.difference(damaged) > TOLERANCE
 
 
+@pytest.mark.parametrize("mutation", [_wrong_offset, _dropped_last, _scaled_values])
+def test_a_damaged_cartridge_is_quarantined(fleet: Fleet, mutation: Mutation) -> None:
+    """With the probe of the undamaged one it does not serve a single request on this engine."""
+    document = document_tokens(BLOCK_SIZE + 9, seed=502)
+    name = f"quarantined{mutation.__name__.replace('_', '-')}"
+    _put_mutant(fleet, name, document, mutation, has_own_probe=False)
+    for _ in range(2):
+        request = {"model": MODEL_NAME, "prompt": LIVE_PROMPT, FIELD_CARTRIDGE_IDS: [f"{name}@1"]}
+        response = fleet.post("/v1/completions", request)
+        assert response.status_code == 409, response.text
+        assert "probe step" in response.json()["error"]["message"]
+
+
 def test_unmutated_copy_passes_the_oracle(fleet: Fleet) -> None:
     """Canary's control: the same rewriting without a damage is not noticed."""
     document = document_tokens(BLOCK_SIZE + 9, seed=501)
@@ -179,8 +194,18 @@ def test_unmutated_copy_passes_the_oracle(fleet: Fleet) -> None:
     assert ordinary.difference(fleet.complete(LIVE_PROMPT, ["mutant-none@1"])) <= TOLERANCE
 
 
-def _put_mutant(fleet: Fleet, name: str, document: list[int], mutation: Mutation) -> None:
-    """A valid artifact whose tensors went through a mutation."""
+def _put_mutant(
+    fleet: Fleet,
+    name: str,
+    document: list[int],
+    mutation: Mutation,
+    *,
+    has_own_probe: bool = True,
+) -> None:
+    """A valid artifact whose tensors went through a mutation.
+
+    With a probe of its own what it answers is right for it; else the probe is the source's.
+    """
     built = fleet.put(f"{name}-source", document).manifest
     blob = fleet.store.blob_path(parse_digest(built.payload[0].sha256)).read_bytes()
     tensors = load(blob)
@@ -190,12 +215,19 @@ def _put_mutant(fleet: Fleet, name: str, document: list[int], mutation: Mutation
         mutated[f"layers.{layer}.k"], mutated[f"layers.{layer}.v"] = key, value
     payload = pack_payload(mutated)
     fleet.store.put_blob(payload.data)
+    cache = DynamicCache()
+    for layer in range(built.geometry.num_layers):
+        key, value = mutated[f"layers.{layer}.k"], mutated[f"layers.{layer}.v"]
+        cache.update(key[None], value[None], layer)
+    with torch.inference_mode():
+        probe = fleet.builder._probe(cache, LIVE_PROMPT)
     replaced = msgspec.structs.replace(
         built,
         name=name,
         num_tokens=mutated["layers.0.k"].shape[1],
         tensors=payload.tensors,
         payload=[payload.blob],
+        probe=probe if has_own_probe else built.probe,
     )
     fleet.put_manifest(replaced)
 
