@@ -5,6 +5,7 @@ Owns how the tests of this folder fill and break a store. Refuses torch.
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,20 @@ class ObservedStore(LocalStore):
         self.started = threading.Semaphore(0)
         self.error: Exception | None = None
 
-    def read_manifest(self, digest: Digest) -> Manifest:
-        """Tell that a load has started, and read."""
-        manifest = super().read_manifest(digest)
+    def _read_manifest_bytes(self, digest: Digest) -> bytes:
+        data = super()._read_manifest_bytes(digest)
         self.started.release()
-        return manifest
+        return data
 
-    def read_blob_into(self, digest: Digest, buffer: memoryview) -> None:
-        """Count, wait for the gate, read."""
+    def _read_pieces(
+        self, digest: Digest, offset: int, buffer: memoryview, size_bytes: int
+    ) -> Iterator[int]:
         self.reads[digest] += 1
         self.reading.release()
         assert self.gate.wait(WAIT_S)
         if self.error is not None:
             raise self.error
-        super().read_blob_into(digest, buffer)
+        yield from super()._read_pieces(digest, offset, buffer, size_bytes)
 
 
 def put_artifact(store: LocalStore, manifest: Manifest, blob: bytes) -> Digest:
