@@ -72,6 +72,8 @@ class _VirtualRequest:
     refusal: Refusal | None = None
     is_proof: bool = False
     """A request of the engine to itself: a self-test or a probe."""
+    was_in_hbm: bool = False
+    """Its whole prefix was in HBM when it came."""
     is_checked: bool = False
     num_reused_tokens: int | None = None
     num_loads: int = 0
@@ -298,8 +300,9 @@ class SchedulerSide:
             message, time.monotonic(), {}, is_proof=self._is_self_test(params)
         )
         self._tracked[request.request_id] = tracked
+        tracked.was_in_hbm = self._census.is_whole(Digest(message.composition))
         is_aligned = num_tokens % self._engine.block_size == 0
-        if not (is_aligned and self._census.is_whole(Digest(message.composition))):
+        if not (is_aligned and tracked.was_in_hbm):
             # At once: the bytes may come while the request waits for its turn.
             self._acquire(tracked)
         placeholders = [self._placeholder] * num_tokens
@@ -471,7 +474,7 @@ class SchedulerSide:
             return None  # given up by the client before it was scheduled
         num_reused = tracked.num_reused_tokens or 0
         num_full = tracked.message.num_tokens // self._engine.block_size * self._engine.block_size
-        is_in_hbm = num_reused > 0 and num_reused >= num_full
+        is_in_hbm = tracked.was_in_hbm and num_reused >= num_full
         return Receipt(
             replica=self._replica,
             epoch=self._epoch,
@@ -482,7 +485,7 @@ class SchedulerSide:
             items=[
                 ReceiptItem(
                     digest=item.digest,
-                    tier=Tier.HBM if is_in_hbm else tracked.tiers[item.digest],
+                    tier=Tier.HBM if is_in_hbm else tracked.tiers.get(item.digest, Tier.REMOTE),
                 )
                 for item in tracked.message.items
             ],
