@@ -47,6 +47,7 @@ class _Fields(msgspec.Struct):
     cartridge_ids: list[str] | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
+    use_beam_search: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def parse_request(route: Route, data: bytes, headers: Mapping[str, str]) -> Pars
         raise InvalidRequest(str(error)) from error
     cartridge_ids = _cartridge_ids(fields.cartridge_ids, headers.get(HEADER_CARTRIDGE_IDS))
     if cartridge_ids:
-        _refuse_unreadable_prefix(fields)
+        _refuse_without_prefix(fields)
     return ParsedRequest(
         route=route,
         body=body,
@@ -113,8 +114,8 @@ def _cartridge_ids(field: list[str] | None, header: str | None) -> tuple[str, ..
     return tuple(field)
 
 
-def _refuse_unreadable_prefix(fields: _Fields) -> None:
-    """A virtual prefix has no token ids: nothing can be said of them one by one."""
+def _refuse_without_prefix(fields: _Fields) -> None:
+    """Refuse what needs token ids of the prefix, or would silently leave the prefix out."""
     if fields.prompt_logprobs is not None:
         raise InvalidRequest(
             "prompt_logprobs cannot be given with Cartridges: their positions have no tokens",
@@ -123,6 +124,12 @@ def _refuse_unreadable_prefix(fields: _Fields) -> None:
     if fields.echo:
         raise InvalidRequest(
             "echo cannot be given with Cartridges: their positions have no text", param="echo"
+        )
+    if fields.use_beam_search:
+        raise InvalidRequest(
+            "use_beam_search cannot be given with Cartridges: vLLM starts each beam as a request "
+            "without its prefix",
+            param="use_beam_search",
         )
 
 

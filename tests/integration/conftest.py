@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_model
-from tests.integration.fleet import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, DenseReference, Fleet
+from tests.integration.fleet import (
+    BLOCK_SIZE,
+    CHUNK_TOKENS,
+    MAX_MODEL_LEN,
+    NUM_BLOCKS,
+    DenseReference,
+    Fleet,
+)
 from tests.integration.running_fleet import running_fleet
 
 
@@ -30,6 +37,8 @@ def dense_reference(model_dir: Path) -> DenseReference:
 def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One engine with the extension behind a gateway; started once, about a minute."""
     arguments = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+    # Ordinary prompts of some tests, and a live prompt of one, come in several chunks.
+    arguments += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
     work = tmp_path_factory.mktemp("fleet")
     with running_fleet(
         work, model_dir, max_model_len=MAX_MODEL_LEN, arguments=arguments

@@ -22,6 +22,8 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 72
 """Just over one context: two long requests do not fit together and one is preempted."""
 MAX_MODEL_LEN = 2048
+CHUNK_TOKENS = 256
+"""Most tokens of one step: a longer prompt is prefilled in chunks."""
 
 TOLERANCE = 1e-4
 """Same KV, same float32 kernels on both sides; only the order of sums differs (seen: 3e-5)."""
@@ -235,6 +237,13 @@ class DenseReference:
 
     def __init__(self, model_dir: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+    def logits(self, segments: Sequence[Sequence[int]], live: Sequence[int]) -> torch.Tensor:
+        """Of the first generated token, [vocabulary], float32; segments in a row, as one text."""
+        ids = [token for segment in segments for token in segment] + list(live)
+        with torch.inference_mode():
+            found: torch.Tensor = self._model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        return found
 
     def logprobs(
         self,

@@ -73,7 +73,8 @@ def test_an_id_longer_than_the_limit_is_refused_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("prompt_logprobs", 0), ("prompt_logprobs", 5), ("echo", True)]
+    ("field", "value"),
+    [("prompt_logprobs", 0), ("prompt_logprobs", 5), ("echo", True), ("use_beam_search", True)],
 )
 def test_what_reads_prompt_positions_is_refused_only_with_cartridges(
     field: str, value: Any
