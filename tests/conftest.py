@@ -46,6 +46,13 @@ def redis_url(_redis_server_url: str) -> str:
 
 
 @pytest.fixture
+def redis_tcp_url(tmp_path: Path) -> Iterator[str]:
+    """URL of a Redis-protocol server of this test's own, on a port of loopback."""
+    with ValkeyServer(data_dir=tmp_path / "redis", save="") as server:
+        yield f"redis://127.0.0.1:{server.port}"
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     """An empty store."""
     return LocalStore(tmp_path / "store")

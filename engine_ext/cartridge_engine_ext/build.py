@@ -31,7 +31,7 @@ from cartridge_proto.manifest import (
     ProbeStep,
     PromptConvention,
 )
-from cartridge_proto.stores import LocalStore
+from cartridge_proto.stores import Store
 
 DEFAULT_INSTRUCTION = "Answer the question from this document.\n\n{document}"
 PROBE_QUESTION = "What is this about?"
@@ -79,7 +79,7 @@ class Builder:
         self,
         *,
         model_dir: Path,
-        store: LocalStore,
+        store: Store,
         model_name: str,
         dtype: torch.dtype,
         with_weights_digest: bool,

@@ -15,8 +15,10 @@ from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.eviction import EvictionPolicyName
 from cartridge_proto.names import ENV_RESIDENCY_KEY
 from cartridge_proto.residency import ReplicaId
+from cartridge_proto.stores import store_problem
 
 DEFAULT_DRAM_BYTES = 4 << 30
+DEFAULT_NVME_BYTES = 64 << 30
 MAX_LEASE_S = 3600
 
 
@@ -24,7 +26,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What an operator sets. Sizes in bytes, times in seconds."""
 
     store: str
-    """Folder of the Cartridge store."""
+    """Cartridge store: a folder, or a URL (docs/operating.md, "Stores")."""
     self_url: str
     """Where this engine's own API server answers, for the boot self-test."""
     replica_id: str | None = None
@@ -51,6 +53,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What leaves the dram tier first."""
     hbm_pinned_fraction: float = 0.25
     """Part of vLLM's KV blocks that pins may keep from eviction."""
+    nvme_dir: str | None = None
+    """Folder on a local disk that keeps what was fetched from the store; all engines of a machine
+    may share it. Absent = no nvme tier."""
+    nvme_bytes: int = DEFAULT_NVME_BYTES
+    """Bound of that folder."""
     num_loaders: int = 2
     """Threads that fetch and verify."""
     lease_s: float = 6.0
@@ -105,14 +112,16 @@ def _value_problems(values: dict[str, Any]) -> list[str]:
     """Problems with values of the right type; defaults have none."""
     problems = [
         f"{name}: {values[name]} must be above 0"
-        for name in ("dram_bytes", "num_loaders")
+        for name in ("dram_bytes", "nvme_bytes", "num_loaders")
         if name in values and values[name] <= 0
     ]
     pinned, capacity = values.get("pinned_bytes"), values.get("dram_bytes", DEFAULT_DRAM_BYTES)
     if pinned is not None and not 0 <= pinned <= capacity:
         problems.append(f"pinned_bytes: {pinned} must be from 0 to dram_bytes ({capacity})")
-    if "store" in values and not Path(values["store"]).is_dir():
-        problems.append(f"store: {values['store']} is not a folder")
+    if "store" in values and (problem := store_problem(values["store"])) is not None:
+        problems.append(f"store: {problem}")
+    if values.get("nvme_dir") is not None and not Path(values["nvme_dir"]).is_absolute():
+        problems.append(f"nvme_dir: {values['nvme_dir']} is not an absolute path")
     fraction = values.get("hbm_pinned_fraction")
     if fraction is not None and not 0 <= fraction <= 1:
         problems.append(f"hbm_pinned_fraction: {fraction} must be from 0 to 1")

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from pathlib import Path
 
 import aiohttp
 from aiohttp import web
@@ -16,6 +15,7 @@ from cartridge_policies import POLICIES
 from cartridge_policies.cost import CostPriors
 from cartridge_policies.types import MapMode
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReplicaId
+from cartridge_proto.stores import open_store
 from cartridge_router.api import Api, Services, openai_errors
 from cartridge_router.catalog import Catalog
 from cartridge_router.fleet import Fleet
@@ -47,7 +47,7 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         services, jobs = _construct(settings, key, session)
-        await services.catalog.refresh()
+        await services.catalog.read_first()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LOOK_S):
                 await asyncio.gather(*(services.fleet.probe(r) for r in services.fleet.replicas))
@@ -87,9 +87,8 @@ def _construct(
         num_failures=settings.fleet.num_failures,
         must_probe_extension=must_probe_extension,
     )
-    catalog = Catalog(
-        Path(settings.store) if settings.store else None, settings.cartridges.refresh_s
-    )
+    store = open_store(settings.store) if settings.store else None
+    catalog = Catalog(store, settings.cartridges.refresh_s)
     placement = settings.placement
     priors = CostPriors(
         queue_s_per_request=placement.queue_s_per_request,

@@ -7,11 +7,10 @@ serve an entry that does not verify, and never touches the disk on the request p
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import Manifest
-from cartridge_proto.stores import LocalStore, StoreError
+from cartridge_proto.stores import Store, StoreError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +32,8 @@ class _Snapshot:
 class Catalog:
     """Looks Cartridges up by alias or digest. Without a store it is empty."""
 
-    def __init__(self, store_dir: Path | None, refresh_s: float) -> None:
-        self._store = LocalStore(store_dir) if store_dir is not None else None
+    def __init__(self, store: Store | None, refresh_s: float) -> None:
+        self._store = store
         self._refresh_s = refresh_s
         self._snapshot = _Snapshot()
 
@@ -61,17 +60,26 @@ class Catalog:
         if self._store is not None:
             self._snapshot = await asyncio.to_thread(self._read, self._store, self._snapshot)
 
+    async def read_first(self) -> None:
+        """Read the store at the start; a store that is away now is read by `run` later."""
+        try:
+            await self.refresh()
+        except StoreUnavailable as error:
+            logger.warning("the catalog is empty until the store answers: %s", error)
+
     async def run(self) -> None:
         """Refresh until cancelled."""
         while True:
             await asyncio.sleep(self._refresh_s)
             try:
                 await self.refresh()
+            except StoreUnavailable as error:
+                logger.warning("the catalog stays as it is: %s", error)
             except (StoreError, OSError):
                 logger.exception("the store cannot be read; the catalog stays as it is")
 
     @staticmethod
-    def _read(store: LocalStore, known: _Snapshot) -> _Snapshot:
+    def _read(store: Store, known: _Snapshot) -> _Snapshot:
         aliases = store.aliases()
         manifests = {}
         for digest in {*store.manifest_digests(), *aliases.values()}:

@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import msgspec
 
 from cartridge_proto.names import ENTRY_POINT_COMMANDS, ENV_PREFIX
-from cartridge_proto.stores import LocalStore, StoreError
+from cartridge_proto.stores import Store, StoreError, open_store
+from cartridge_proto.stores.copying import Copied, copy_artifact
 from cartridge_router.errors import ConfigurationError
 from cartridge_router.settings import load_settings, residency_key, settings_schema
 
 
 class Command(Protocol):
-    """A subcommand from an entry point named `group.command`."""
+    """A subcommand from an entry point named `group.command`, or `command`."""
 
     help: str
 
@@ -69,17 +70,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(top)
     _add_demo(top)
     groups = {
-        "cartridge": _group(top, "cartridge", "build, list, show and verify Cartridges"),
+        "cartridge": _group(top, "cartridge", "build, list, show, verify and copy Cartridges"),
         "config": _group(top, "config", "check settings, print their schema"),
     }
     _add_cartridge(groups["cartridge"])
     _add_config(groups["config"])
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_COMMANDS):
-        group, _, name = entry.name.partition(".")
-        if group not in groups:
+        group, _, name = entry.name.rpartition(".")
+        if group and group not in groups:
             groups[group] = _group(top, group, f"{group} commands")
         command: Command = entry.load()
-        _add(groups[group], name, command.help, command.configure, command.run)
+        _add(groups[group] if group else top, name, command.help, command.configure, command.run)
     return parser
 
 
@@ -108,7 +109,7 @@ def _add_serve(top: Any) -> None:
         add("--port", type=int, help="port to listen on; default 8000")
         add("--replicas", help="URL or name=URL, separated by commas")
         add("--redis-url", help="where engines publish residency")
-        add("--store", help="Cartridge store folder")
+        add("--store", help="Cartridge store: folder or URL")
 
     _add(top, "serve", "run the gateway", configure, _serve)
 
@@ -151,20 +152,28 @@ def _demo(args: argparse.Namespace) -> int:
 # --- cartridge -----------------------------------------------------------------------------------
 def _add_cartridge(group: Any) -> None:
     def with_store(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--store", required=True, type=Path, help="store folder")
+        parser.add_argument("--store", required=True, help="store folder or URL")
         parser.add_argument("--json", action="store_true", help="print JSON")
 
     def with_name(parser: argparse.ArgumentParser) -> None:
         with_store(parser)
         parser.add_argument("cartridge", nargs="+", help="name@version or sha256:…")
 
+    def copy(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--from", required=True, dest="source", help="store folder or URL")
+        add("--to", required=True, dest="target", help="store folder or URL")
+        add("--json", action="store_true", help="print JSON")
+        add("cartridge", nargs="+", help="name@version or sha256:…")
+
     _add(group, "list", "list the aliases of a store", with_store, _list_cartridges)
     _add(group, "show", "print manifests", with_name, _show_cartridges)
     _add(group, "verify", "read artifacts whole and check every digest", with_name, _verify)
+    _add(group, "copy", "copy artifacts from one store to another", copy, _copy)
 
 
 def _list_cartridges(args: argparse.Namespace) -> int:
-    store = LocalStore(args.store)
+    store = open_store(args.store)
     rows, problems = [], []
     for alias, digest in store.aliases().items():
         try:
@@ -196,7 +205,7 @@ def _list_cartridges(args: argparse.Namespace) -> int:
 
 
 def _show_cartridges(args: argparse.Namespace) -> int:
-    store = LocalStore(args.store)
+    store = open_store(args.store)
     for name in args.cartridge:
         digest = store.resolve(name)
         manifest = msgspec.to_builtins(store.read_manifest(digest))
@@ -208,7 +217,7 @@ def _show_cartridges(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    store = LocalStore(args.store)
+    store = open_store(args.store)
     results = []
     for name in args.cartridge:
         try:
@@ -223,6 +232,48 @@ def _verify(args: argparse.Namespace) -> int:
         for result in results:
             print(f"{result['id']}: {'ok' if result['ok'] else result['problem']}")
     return 0 if all(result["ok"] for result in results) else 1
+
+
+def _copy(args: argparse.Namespace) -> int:
+    source, target = open_store(args.source), open_store(args.target)
+    results = []
+    for name in args.cartridge:
+        result: dict[str, Any] = {"id": name, "ok": True, "problem": None}
+        try:
+            copied = _copy_with_progress(source, target, name)
+            result |= {
+                "digest": copied.digest,
+                "copied_bytes": copied.copied_bytes,
+                "present_bytes": copied.present_bytes,
+            }
+        except StoreError as error:
+            result |= {"ok": False, "problem": str(error)}
+        results.append(result)
+        if not args.json:
+            line = f"{result['digest']} copied" if result["ok"] else result["problem"]
+            print(f"{name}: {line}", flush=True)
+    if args.json:
+        print(json.dumps(results, indent=2))
+    return 0 if all(result["ok"] for result in results) else 1
+
+
+def _copy_with_progress(source: Store, target: Store, name: str) -> Copied:
+    """Copy; on a terminal, or at each tenth of the bytes, a line on stderr says how far."""
+    total_bytes = source.read_manifest(source.resolve(name)).payload_bytes
+    done_bytes = 0
+    is_terminal = sys.stderr.isatty()
+
+    def progressed(count: int) -> None:
+        nonlocal done_bytes
+        before, done_bytes = done_bytes, done_bytes + count
+        if is_terminal or before * 10 // total_bytes != done_bytes * 10 // total_bytes:
+            text = f"{name}: {done_bytes / (1 << 20):.1f} of {total_bytes / (1 << 20):.1f} MiB"
+            print(text, end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
+
+    copied = copy_artifact(source, target, name, on_bytes=progressed)
+    if is_terminal:
+        print(file=sys.stderr)
+    return copied
 
 
 # --- config --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import yaml
 from cartridge_policies import POLICIES
 from cartridge_proto.names import ENV_PREFIX
 from cartridge_proto.residency import ReplicaId
+from cartridge_proto.stores import store_problem
 from cartridge_router.errors import ConfigurationError
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -90,7 +91,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     """`URL` or `name=URL`; the name defaults to host:port."""
     redis_url: str | None = None
     store: str | None = None
-    """Folder of the Cartridge store."""
+    """Cartridge store: a folder, or a URL (docs/operating.md, "Stores")."""
     tenant: str = "public"
     """Tenant of all requests."""
     trust_client_fields: bool = False
@@ -187,8 +188,8 @@ def _cross_checks(settings: Settings) -> list[str]:
             f"placement.policy: {settings.placement.policy!r} is none of "
             f"{', '.join(sorted(POLICIES))}"
         )
-    if settings.store is not None and not Path(settings.store).is_dir():
-        problems.append(f"store: {settings.store} is not a folder")
+    if settings.store is not None and (problem := store_problem(settings.store)) is not None:
+        problems.append(f"store: {problem}")
     if settings.residency.fallback_after_s < settings.residency.stale_after_s:
         problems.append("residency.fallback_after_s: must not be below residency.stale_after_s")
     return problems

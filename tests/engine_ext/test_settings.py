@@ -48,6 +48,8 @@ def test_every_setting_can_be_set(tmp_path: Path) -> None:
         "dram_bytes": 1,
         "pinned_bytes": 1,
         "eviction_policy": "gdsf",
+        "nvme_dir": "/var/cache/cartridges",
+        "nvme_bytes": 1 << 30,
         "num_loaders": 1,
         "lease_s": 1,
         "with_weights_digest": False,
@@ -58,10 +60,20 @@ def test_every_setting_can_be_set(tmp_path: Path) -> None:
     assert settings.replica == "engine-0"
 
 
+@pytest.mark.parametrize("store", ["s3://bucket/store", "oci://host/store", "redis://host"])
+def test_a_store_may_be_a_url(store: str) -> None:
+    """It is not asked yet."""
+    assert parse_settings({"store": store, "self_url": URL}).store == store
+
+
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
         ("store", "/does/not/exist", "store: /does/not/exist is not a folder"),
+        ("store", "ftp://host/x", "store: unknown kind of store ftp://; allowed are a folder"),
+        ("store", "oci://maker:secret@host/x", "store: oci://: an account in a store URL"),
+        ("nvme_dir", "nvme", "nvme_dir: nvme is not an absolute path"),
+        ("nvme_bytes", 0, "nvme_bytes: 0 must be above 0"),
         ("pinned_bytes", (4 << 30) + 1, "pinned_bytes: 4294967297 must be from 0 to dram_bytes"),
         ("pinned_bytes", -1, "pinned_bytes: -1 must be from 0"),
         ("eviction_policy", "fifo", "eviction_policy: Invalid enum value 'fifo'"),

@@ -1,8 +1,11 @@
 """The catalog: what it knows, for whom, and how it follows the store."""
 
 import asyncio
+from collections.abc import Iterable
 
-from cartridge_proto.stores import LocalStore
+import pytest
+
+from cartridge_proto.stores import LocalStore, StoreUnavailable
 from cartridge_router.catalog import Catalog
 from tests.loadtest.cartridge_requests import until
 from tests.router.stored_cartridges import digest_of, put_cartridge
@@ -11,7 +14,7 @@ from tests.router.stored_cartridges import digest_of, put_cartridge
 async def test_it_finds_by_alias_and_by_digest(store: LocalStore) -> None:
     """Both names lead to the same Cartridge; nothing else does."""
     manifest = put_cartridge(store)
-    catalog = Catalog(store.root, 60.0)
+    catalog = Catalog(store, 60.0)
     assert catalog.find("harbour-rules@1", "public") is None
     await catalog.refresh()
     for name in ("harbour-rules@1", digest_of(manifest)):
@@ -34,7 +37,7 @@ async def test_each_tenant_sees_its_own(store: LocalStore) -> None:
     """Owner and readers see an artifact, others do not, under no name."""
     manifest = put_cartridge(store, readers=("alice",))
     put_cartridge(store, "open", seed=1)
-    catalog = Catalog(store.root, 60.0)
+    catalog = Catalog(store, 60.0)
     await catalog.refresh()
     seen = {
         tenant: [alias for alias, _ in catalog.visible_to(tenant)]
@@ -52,7 +55,7 @@ async def test_each_tenant_sees_its_own(store: LocalStore) -> None:
 async def test_it_follows_the_store(store: LocalStore) -> None:
     """A new Cartridge, an alias that moves and one that is removed are seen while it runs."""
     put_cartridge(store)
-    catalog = Catalog(store.root, 0.01)
+    catalog = Catalog(store, 0.01)
     task = asyncio.create_task(catalog.run())
     try:
         await until(lambda: catalog.find("harbour-rules@1", "public") is not None, "found")
@@ -78,7 +81,7 @@ async def test_one_damaged_manifest_does_not_hide_the_rest(store: LocalStore) ->
     put_cartridge(store)
     path = store.manifest_path(digest_of(bad))
     path.write_bytes(path.read_bytes() + b" ")
-    catalog = Catalog(store.root, 60.0)
+    catalog = Catalog(store, 60.0)
     await catalog.refresh()
     assert [alias for alias, _ in catalog.visible_to("public")] == ["harbour-rules@1"]
     assert catalog.find("bad@1", "public") is None
@@ -87,8 +90,43 @@ async def test_one_damaged_manifest_does_not_hide_the_rest(store: LocalStore) ->
 async def test_what_was_verified_is_not_read_again(store: LocalStore) -> None:
     """A manifest cannot change: damage on disk after the first read does not take it away."""
     manifest = put_cartridge(store)
-    catalog = Catalog(store.root, 60.0)
+    catalog = Catalog(store, 60.0)
     await catalog.refresh()
     store.manifest_path(digest_of(manifest)).write_bytes(b"rubbish")
     await catalog.refresh()
     assert catalog.find("harbour-rules@1", "public") is not None
+
+
+class FlakyStore(LocalStore):
+    """A store that can be away."""
+
+    is_away = True
+
+    def _read_aliases(self) -> Iterable[tuple[str, bytes]]:
+        if self.is_away:
+            raise StoreUnavailable("no connection")
+        return super()._read_aliases()
+
+
+async def test_a_store_that_is_away_at_the_start_is_read_later(
+    store: LocalStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gateway starts, says so, and finds its Cartridges when the store answers."""
+    put_cartridge(store)
+    flaky = FlakyStore(store.root)
+    catalog = Catalog(flaky, 0.01)
+    await catalog.read_first()
+    assert "until the store answers: no connection" in caplog.text
+    task = asyncio.create_task(catalog.run())
+    try:
+        await until(lambda: "stays as it is: no connection" in caplog.text, "tried again")
+        assert catalog.visible_to("public") == []
+        flaky.is_away = False
+        await until(lambda: catalog.visible_to("public") != [], "found")
+        flaky.is_away = True
+        caplog.clear()
+        await until(lambda: "stays as it is" in caplog.text, "away again")
+        assert catalog.find("harbour-rules@1", "public") is not None
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

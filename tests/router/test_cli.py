@@ -87,6 +87,53 @@ def test_a_damaged_manifest_is_status_1(store: LocalStore, capsys: Capture) -> N
         assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_copy_brings_artifacts_to_another_store(
+    store: LocalStore, tmp_path: Path, redis_tcp_url: str, capsys: Capture
+) -> None:
+    """From a folder to a Redis and on to a folder; progress on stderr, what happened on stdout."""
+    manifest = put_cartridge(store)
+    away, back = f"{redis_tcp_url}/library", str(tmp_path / "back")
+    copy = ["cartridge", "copy", "--json", "harbour-rules@1"]
+    assert run([*copy, "--from", str(store.root), "--to", away]) == 0
+    said = capsys.readouterr()
+    (row,) = json.loads(said.out)
+    assert row == {
+        "id": "harbour-rules@1",
+        "digest": digest_of(manifest),
+        "ok": True,
+        "problem": None,
+        "copied_bytes": manifest.payload_bytes,
+        "present_bytes": 0,
+    }
+    assert "harbour-rules@1: 0.0 of 0.0 MiB" in said.err
+    assert run(["cartridge", "verify", "--store", away, "harbour-rules@1"]) == 0
+    assert run(["cartridge", "list", "--store", away]) == 0
+    assert run(["cartridge", "show", "--store", away, "harbour-rules@1"]) == 0
+    capsys.readouterr()
+    assert run(["cartridge", "copy", "--from", away, "--to", back, digest_of(manifest)]) == 0
+    assert capsys.readouterr().out == f"{digest_of(manifest)}: {digest_of(manifest)} copied\n"
+    assert LocalStore(tmp_path / "back").verify(digest_of(manifest)) == manifest
+
+
+def test_copy_goes_on_after_a_problem(store: LocalStore, tmp_path: Path, capsys: Capture) -> None:
+    """What does not verify is not copied, the rest is; the status says so."""
+    put_cartridge(store)
+    flip_a_bit(store, put_cartridge(store, "broken", seed=1))
+    command = ["cartridge", "copy", "--from", str(store.root), "--to", str(tmp_path / "target")]
+    assert run([*command, "absent@1", "broken@1", "harbour-rules@1"]) == 1
+    absent, broken, good = capsys.readouterr().out.splitlines()
+    assert absent == "absent@1: not in the store: absent@1"
+    assert "broken@1: blob sha256:" in broken
+    assert good.endswith("copied")
+    assert list(LocalStore(tmp_path / "target").aliases()) == ["harbour-rules@1"]
+
+
+def test_an_unknown_kind_of_store_is_status_1(capsys: Capture) -> None:
+    """With what is allowed."""
+    assert run(["cartridge", "list", "--store", "ftp://host/store"]) == 1
+    assert "allowed are a folder, file:///folder, s3://bucket/prefix" in capsys.readouterr().err
+
+
 def test_config_check_lists_every_problem(tmp_path: Path, capsys: Capture) -> None:
     """A good file is status 0, a bad one 2 with a line for each problem."""
     file = tmp_path / "settings.yaml"

@@ -11,7 +11,7 @@ from cartridge_proto.stores.interface import (
     StoreUnavailable,
 )
 from cartridge_proto.stores.local import LocalStore
-from cartridge_proto.stores.opening import open_store
+from cartridge_proto.stores.opening import open_store, store_problem
 
 __all__ = [
     "CorruptStore",
@@ -21,4 +21,5 @@ __all__ = [
     "StoreError",
     "StoreUnavailable",
     "open_store",
+    "store_problem",
 ]

@@ -36,7 +36,7 @@ def copy_artifact(
         source: where it is.
         target: where it goes; an alias is set there as it stands in the source.
         alias_or_digest: which.
-        on_bytes: called with the bytes that the target has further, a blob at a time.
+        on_bytes: called with the bytes that were read or passed over further.
 
     Raises:
         StoreError: of either store, by its kinds.
@@ -47,12 +47,12 @@ def copy_artifact(
     for blob in manifest.payload:
         if target.has_blob(parse_digest(blob.sha256)):
             present_bytes += blob.size_bytes
+            on_bytes(blob.size_bytes)
         else:
             buffer = memoryview(bytearray(blob.size_bytes))
-            source.read_blob_into(parse_digest(blob.sha256), buffer)
+            source.read_blob_into(parse_digest(blob.sha256), buffer, on_bytes=on_bytes)
             target.put_blob(buffer)
             copied_bytes += blob.size_bytes
-        on_bytes(blob.size_bytes)
     stored = target.put_manifest(manifest)
     if stored != digest:
         raise CorruptStore(f"{digest}: its copy has the digest {stored}")

@@ -73,8 +73,12 @@ class Store(Protocol):
         """Whether a blob is there; its bytes are not looked at."""
         ...
 
-    def read_blob_into(self, digest: Digest, buffer: memoryview) -> None:
+    def read_blob_into(
+        self, digest: Digest, buffer: memoryview, *, on_bytes: Callable[[int], None] = ...
+    ) -> None:
         """Read a blob into private memory of exactly its size, and verify that memory.
+
+        `on_bytes(count)` is called as bytes arrive, before they are verified; it may raise.
 
         Raises:
             NotInStore: no such blob.

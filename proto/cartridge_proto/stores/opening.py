@@ -93,6 +93,17 @@ def parse_store_url(text: str) -> StoreUrl:
     return url
 
 
+def store_problem(text: str) -> str | None:
+    """Why a text cannot name a store in settings; `None` if it can. Asks no other machine."""
+    try:
+        url = parse_store_url(text)
+    except BadStoreUrl as error:
+        return str(error)
+    if url.scheme == "file" and not Path(url.path).is_dir():
+        return f"{text} is not a folder"
+    return None
+
+
 def open_store(text: str, environment: Mapping[str, str] = os.environ) -> Store:
     """Open the store that a text names; see `SPELLINGS`. Asks nobody yet.
 

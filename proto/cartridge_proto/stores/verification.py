@@ -149,7 +149,13 @@ class VerifiedStore(abc.ABC):
         return True
 
     @final
-    def read_blob_into(self, digest: Digest, buffer: memoryview) -> None:
+    def read_blob_into(
+        self,
+        digest: Digest,
+        buffer: memoryview,
+        *,
+        on_bytes: Callable[[int], None] = lambda count: None,
+    ) -> None:
         """Read a blob into private memory of exactly its size, and verify that memory."""
         hasher = hashlib.sha256()
         size_bytes = len(buffer)
@@ -157,6 +163,7 @@ class VerifiedStore(abc.ABC):
         for count in self._read_pieces(parse_digest(digest), 0, buffer, size_bytes):
             hasher.update(buffer[position : position + count])
             position += count
+            on_bytes(count)
         _check_end(digest, position, size_bytes)
         found = "sha256:" + hasher.hexdigest()
         if found != digest:
