@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cartridge_proto.manifest import ConventionKind
-from cartridge_proto.stores import LocalStore
+from cartridge_proto.stores import StoreError, open_store
 
 if TYPE_CHECKING:
     from cartridge_engine_ext.build import Built
@@ -34,7 +34,7 @@ class BuildCommand:
         add("--title", action="append", default=[], help="title of each, in order")
         add("--sentence", action="append", default=[], help="one sentence on each, in order")
         add("--version", default="1", help="version of all; default: 1")
-        add("--store", required=True, type=Path, help="store folder")
+        add("--store", required=True, help="store folder or URL")
         add(
             "--convention",
             default=ConventionKind.SYSTEM_TURN.value,
@@ -66,7 +66,7 @@ class BuildCommand:
         try:
             builder = Builder(
                 model_dir=args.model,
-                store=LocalStore(args.store),
+                store=open_store(args.store),
                 model_name=args.model_name or args.model.resolve().name,
                 dtype=DTYPES[args.dtype],
                 with_weights_digest=not args.no_weights_digest,
@@ -87,7 +87,7 @@ class BuildCommand:
                     )
                 )
                 _print_built(built, as_json=args.json)
-        except (ConfigurationError, OSError, ValueError) as error:
+        except (ConfigurationError, StoreError, OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
         return 0
