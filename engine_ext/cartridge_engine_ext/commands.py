@@ -1,4 +1,4 @@
-"""Subcommands of `cartridge-router` that need torch; found through an entry-point group.
+"""Subcommands of `cartridge-router` on the engines' side; found through an entry-point group.
 
 Owns their arguments and output. Refuses to import torch before a command runs, so that `--help`
 works without it.
@@ -6,6 +6,7 @@ works without it.
 
 import argparse
 import json
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,68 @@ class WrapTemplateCommand:
         return 0
 
 
+@dataclass(frozen=True)
+class AgentCommand:
+    """`agent`; needs neither torch nor vLLM."""
+
+    help: str = "keep verified Cartridges in memory for all engines of this machine"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+        add = parser.add_argument
+        add("--listen", required=True, help="socket for engines: unix:/path")
+        add("--store", required=True, help="store folder or URL")
+        add("--dram-bytes", required=True, type=int, help="bound of what is kept in memory")
+        add("--pinned-bytes", type=int, help="bound of pins; default: half of --dram-bytes")
+        add("--eviction-policy", default="lru", choices=["lru", "gdsf", "next_access"])
+        add("--num-loaders", default=2, type=int, help="threads that fetch and verify; default: 2")
+        add("--nvme-dir", type=Path, help="folder of a local disk, in front of the store")
+        add("--nvme-bytes", type=int, help="bound of that folder")
+        add("--allow-uid", action="append", type=int, help="user that may connect; default: own")
+        add("--control-address", help="host:port or unix:/path of the gRPC control service")
+        add("--control-token-file", help="file with its token, where the environment has none")
+        add("--control-tls-cert", help="PEM file: its certificate")
+        add("--control-tls-key", help="PEM file: its private key")
+        add("--control-tls-client-ca", help="PEM file: who signs callers' certificates")
+        add("--name", default="agent", help="what it is called in answers; default: agent")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Serve until a signal."""
+        from cartridge_engine_ext.agent import AgentOptions, run_agent
+        from cartridge_engine_ext.control_access import read_access
+        from cartridge_engine_ext.errors import ConfigurationError
+        from cartridge_engine_ext.eviction import EvictionPolicyName
+
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        try:
+            options = AgentOptions(
+                listen=args.listen,
+                store=args.store,
+                dram_bytes=args.dram_bytes,
+                pinned_bytes=args.pinned_bytes,
+                eviction_policy=EvictionPolicyName(args.eviction_policy),
+                num_loaders=args.num_loaders,
+                nvme_dir=args.nvme_dir,
+                nvme_bytes=args.nvme_bytes,
+                allowed_uids=frozenset(args.allow_uid) if args.allow_uid else None,
+                control_address=args.control_address,
+                access=read_access(
+                    token_file=args.control_token_file,
+                    tls_cert=args.control_tls_cert,
+                    tls_key=args.control_tls_key,
+                    tls_client_ca=args.control_tls_client_ca,
+                ),
+                name=args.name,
+            )
+            run_agent(options, lambda line: print(line, flush=True))
+        except ConfigurationError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        return 0
+
+
 cartridge_build = BuildCommand()
+agent = AgentCommand()
 model_prepare = PrepareModelCommand()
 chat_template_wrap = WrapTemplateCommand()
 

@@ -103,9 +103,10 @@ class DramPool:
     `admit(manifest)` may refuse an artifact before its blobs are read, `check(manifest, blob
     digest, buffer)` after each was read and hashed; both raise, `admit` a `Refusal`, `check` an
     `InvalidPayload`. `on_ready(digest, size_bytes)` is called when an artifact can be used,
-    `on_evict(digest)` before its memory is given back, `on_pin(digest, is_pinned)` when its first
-    pin comes or its last one goes, `on_shortage()` when a load begins to wait for room. They run on
-    the thread that caused them, without the pool's lock.
+    `on_failed(digest)` when its load has failed, `on_evict(digest)` before its memory is given
+    back, `on_pin(digest, is_pinned)` when its first pin comes or its last one goes,
+    `on_shortage()` when a load begins to wait for room. They run on the thread that caused them,
+    without the pool's lock.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class DramPool:
         admit: Callable[[Manifest], None] = lambda manifest: None,
         check: Callable[[Manifest, str, memoryview], None] = lambda manifest, digest, buffer: None,
         on_ready: Callable[[Digest, int], None] = lambda digest, size_bytes: None,
+        on_failed: Callable[[Digest], None] = lambda digest: None,
         on_evict: Callable[[Digest], None] = lambda digest: None,
         on_pin: Callable[[Digest, bool], None] = lambda digest, is_pinned: None,
         on_shortage: Callable[[], None] = lambda: None,
@@ -130,6 +132,7 @@ class DramPool:
         self._admit = admit
         self._check = check
         self._on_ready = on_ready
+        self._on_failed = on_failed
         self._on_evict = on_evict
         self._on_pin = on_pin
         self._on_shortage = on_shortage
@@ -527,6 +530,10 @@ class DramPool:
     def _fail(self, entry: _Entry, refusal: Refusal) -> None:
         with self._lock:
             self._settle(entry, refusal)
+        try:
+            self._on_failed(entry.digest)
+        except Exception:
+            logger.exception("artifact %s: what follows its failure failed", entry.digest)
 
     def _settle(self, entry: _Entry, refusal: Refusal) -> None:
         """End a load with a refusal. Called with the lock held."""

@@ -1,6 +1,7 @@
-"""Memory that cannot change once it is verified, readable by the worker processes of one engine.
+"""Memory that cannot change once it is verified, readable by other processes of one machine.
 
-Owns anonymous files (memfd) that are filled, sealed and then only read. Refuses to hand out a
+Owns anonymous files (memfd) that are filled, sealed and then only read, here or by who receives
+their descriptor. Refuses to hand out a
 writable view after sealing; the kernel enforces it.
 
 Source: memfd_create(2), fcntl(2) "File Sealing".
@@ -26,6 +27,9 @@ class MemoryReference:
     size_bytes: int
 
 
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
 class SealedMemory:
     """Immutable bytes in an anonymous file. `close` frees them once no process maps them."""
 
@@ -40,8 +44,7 @@ class SealedMemory:
                     fill(view)
                 finally:
                     view.release()
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
             self.close()
             raise
@@ -51,6 +54,10 @@ class SealedMemory:
         """How another process finds these bytes while this object is open."""
         inode = os.fstat(self._descriptor).st_ino
         return MemoryReference(os.getpid(), self._descriptor, inode, self.size_bytes)
+
+    def duplicate(self) -> int:
+        """Another descriptor of the same bytes, for handing over; the caller closes it."""
+        return os.dup(self._descriptor)
 
     @property
     def is_closed(self) -> bool:
@@ -62,6 +69,31 @@ class SealedMemory:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class ReceivedMemory(SealedMemory):
+    """Memory that another process filled and sealed. Takes over the descriptor.
+
+    Its bytes cannot change from here on; what they are is for the receiver to verify.
+
+    Raises:
+        OSError: it is not sealed against writing and resizing, or has another size; the
+            descriptor is closed.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._descriptor = descriptor
+        try:
+            needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & needed != needed:
+                raise OSError("the memory is not sealed")
+            found = os.fstat(descriptor).st_size
+            if found != size_bytes:
+                raise OSError(f"{found} bytes of memory; {size_bytes} were promised")
+        except BaseException:
+            self.close()
+            raise
 
 
 def map_memory(reference: MemoryReference) -> mmap.mmap:
