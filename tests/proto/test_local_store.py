@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -26,7 +27,14 @@ from cartridge_proto.manifest import (
     encode_manifest,
     manifest_digest,
 )
-from cartridge_proto.stores import CorruptStore, LocalStore, NotInStore, StoreError
+from cartridge_proto.names import ENV_FAILPOINT
+from cartridge_proto.stores import (
+    CorruptStore,
+    LocalStore,
+    NotInStore,
+    StoreError,
+    StoreUnavailable,
+)
 from tests.proto.sample_artifact import safetensors_bytes, sample_artifact
 
 MANIFEST, BLOB = sample_artifact()
@@ -432,14 +440,16 @@ def test_verify_takes_no_memory_for_a_blob_that_is_not_that_large(tmp_path: Path
 
 
 # --- interrupted writes --------------------------------------------------------------------------
-def _writer(code: str, root: Path) -> subprocess.Popen[bytes]:
+def _writer(code: str, root: Path, *arguments: str) -> subprocess.Popen[bytes]:
     program = (
         "import itertools, resource, sys\n"
         "from pathlib import Path\n"
         "from cartridge_proto.stores import LocalStore, StoreUnavailable\n"
         "store = LocalStore(Path(sys.argv[1]))\n" + code
     )
-    return subprocess.Popen([sys.executable, "-c", program, str(root)], stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(root), *arguments], stderr=subprocess.PIPE
+    )
 
 
 def _wait_until(condition: Callable[[], object]) -> None:
@@ -475,3 +485,48 @@ def test_a_killed_writer_leaves_no_wrong_bytes_under_a_digest(tmp_path: Path) ->
     assert len(whole) >= 3
     for path in whole:
         assert sha256_digest(path.read_bytes()) == f"sha256:{path.name}"
+
+
+STEPS = ["before_write", "after_write", "after_fsync", "before_rename", "after_rename"]
+PUT = "store.put_blob(b'first')\n" + (
+    "import os\nos.environ['CARTRIDGE_FAILPOINT'] = sys.argv[2]\nstore.put_blob(b'second')\n"
+)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_writer_killed_at_any_step_leaves_whole_names_only(tmp_path: Path, step: str) -> None:
+    """What was there stays, what was written is whole or absent, and writing again works."""
+    with _writer(PUT, tmp_path, step) as process:
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    store = LocalStore(tmp_path)
+    assert read(store, sha256_digest(b"first"), 5) == b"first"
+    second = sha256_digest(b"second")
+    assert store.has_blob(second) == (step == "after_rename")
+    for path in (tmp_path / "blobs" / "sha256").glob("[0-9a-f]*"):
+        assert sha256_digest(path.read_bytes()) == f"sha256:{path.name}"
+    assert store.put_blob(b"second") == second
+    assert read(store, second, 6) == b"second"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_disk_error_at_any_step_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """With the path and the system's words; no unfinished file is left."""
+    store = LocalStore(tmp_path)
+    monkeypatch.setenv(ENV_FAILPOINT, f"other,{step}:error")
+    with pytest.raises(StoreUnavailable, match=r"blobs/sha256/[0-9a-f]+: Input/output error"):
+        store.put_blob(b"second")
+    names = [Path(name).name for name in files(tmp_path)]
+    assert [name for name in names if name.startswith(".")] == []
+    assert names == ([sha256_digest(b"second")[7:]] if step == "after_rename" else [])
+
+
+def test_a_failpoint_that_is_not_named_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does an empty variable, or a name that only begins alike."""
+    for text in ("", "after", "after_rename_too", "after_rename:other"):
+        monkeypatch.setenv(ENV_FAILPOINT, text)
+        LocalStore(tmp_path).put_blob(text.encode())

@@ -1,20 +1,29 @@
 """The contract of stores, run by each of them against a real server."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import obstore
 import pytest
 import redis
 from obstore.store import S3Store
 
 from cartridge_proto.digest import Digest, sha256_digest
-from cartridge_proto.stores import LocalStore, Store
+from cartridge_proto.manifest import encode_manifest
+from cartridge_proto.stores import CorruptStore, LocalStore, NotInStore, Store, StoreError
 from cartridge_proto.stores.object_storage import ObjectStorage
-from cartridge_proto.stores.oci import OciRegistry
+from cartridge_proto.stores.oci import OciRegistry, oci_manifest
 from cartridge_proto.stores.redis_store import RedisStore
-from tests.contracts.store import Damage, DamagedStoreContract, MendableStoreContract, StoreContract
+from tests.contracts.store import (
+    Damage,
+    DamagedStoreContract,
+    MendableStoreContract,
+    StoreContract,
+    put_sample,
+)
 from tests.proto.sample_artifact import sample_artifact
 from tests.proto.store_servers import BUCKET, oci_registry, s3_server
 
@@ -147,6 +156,64 @@ class TestOciRegistry(StoreContract, DamagedStoreContract):
         yield overwrite
         for path, data in originals.items():
             path.write_bytes(data)
+
+    def test_long_lists_come_in_pages(self, store: Store, registry_host: str) -> None:
+        """Every name is there, however few come at a time."""
+        digests = [put_sample(store, version=str(number)) for number in range(5)]
+        for number, digest in enumerate(digests):
+            store.set_alias(f"handbook@{number}", digest)
+        prefix = store.location.removeprefix(f"oci://{registry_host}/")
+        paged = OciRegistry(registry_host, prefix, is_plain=True, tags_per_page=2)
+        assert paged.manifest_digests() == sorted(digests)
+        assert len(paged.aliases()) == 5
+
+    def test_any_client_of_registries_can_pull_a_cartridge(
+        self, store: Store, registry_host: str
+    ) -> None:
+        """By name and version: manifest and blobs, under the digests that they have everywhere."""
+        manifest, blob = sample_artifact()
+        digest = put_sample(store)
+        store.set_alias(manifest.alias, digest)
+        prefix = store.location.removeprefix(f"oci://{registry_host}/")
+        url = f"http://{registry_host}/v2/{prefix}/{manifest.name}"
+        accept = {"accept": "application/vnd.oci.image.manifest.v1+json"}
+        pulled = httpx.get(f"{url}/manifests/{manifest.version}", headers=accept)
+        assert pulled.content == oci_manifest(digest, manifest)
+        described = pulled.json()
+        assert described["artifactType"] == "application/vnd.cartridge.artifact.v1"
+        assert described["config"] == {
+            "mediaType": "application/vnd.cartridge.manifest.v1+json",
+            "digest": digest,
+            "size": len(encode_manifest(manifest)),
+        }
+        (layer,) = described["layers"]
+        assert (layer["digest"], layer["size"]) == (BLOB_DIGEST, len(blob))
+        assert httpx.get(f"{url}/blobs/{digest}").content == encode_manifest(manifest)
+        assert httpx.get(f"{url}/blobs/{BLOB_DIGEST}").content == blob
+
+    def test_what_others_put_there_is_no_cartridge(self, store: Store, registry_host: str) -> None:
+        """An image beside ours is not listed, and resolving it is an error."""
+        manifest, _ = sample_artifact()
+        digest = put_sample(store)
+        store.set_alias("handbook@1", digest)
+        prefix = store.location.removeprefix(f"oci://{registry_host}/")
+        url = f"http://{registry_host}/v2/{prefix}/handbook/manifests/2"
+        image = json.loads(oci_manifest(digest, manifest))
+        image["config"]["mediaType"] = "application/vnd.oci.image.config.v1+json"
+        media_type = {"content-type": image["mediaType"]}
+        httpx.put(url, json=image, headers=media_type).raise_for_status()
+        assert store.aliases() == {"handbook@1": digest}
+        with pytest.raises(CorruptStore, match="alias handbook@2"):
+            store.resolve("handbook@2")
+
+    @pytest.mark.parametrize("name", ["a..b", "a-", "a.-b", "n" * 124])
+    def test_a_name_that_no_repository_can_have_is_refused(self, store: Store, name: str) -> None:
+        """With the rule; such an alias is not there either."""
+        digest = put_sample(store)
+        with pytest.raises(StoreError, match="cannot be the name of an OCI repository"):
+            store.set_alias(f"{name}@1", digest)
+        with pytest.raises(NotInStore):
+            store.resolve(f"{name}@1")
 
 
 @pytest.mark.services

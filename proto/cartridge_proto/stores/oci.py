@@ -47,6 +47,7 @@ class OciRegistry(VerifiedStore):
         prefix: repository path; at least one component.
         is_plain: speak http.
         account: user and password, or `None`.
+        tags_per_page: how many names are asked for at a time.
 
     Raises:
         StoreError: the prefix is no repository name.
@@ -60,7 +61,9 @@ class OciRegistry(VerifiedStore):
         is_plain: bool = False,
         account: tuple[str, str] | None = None,
         patience: Patience | None = None,
+        tags_per_page: int = 1000,
     ) -> None:
+        self._tags_per_page = tags_per_page
         self._prefix = prefix.strip("/")
         self._location = f"oci://{host}/{self._prefix}"
         if _REPOSITORY.fullmatch(self._prefix) is None or len(self._prefix) > 120:
@@ -154,7 +157,7 @@ class OciRegistry(VerifiedStore):
         return artifact
 
     def _tags(self, repository: str) -> Iterator[str]:
-        path = "tags/list?n=1000"
+        path = f"tags/list?n={self._tags_per_page}"
         seen = 0
         while True:
             try:
