@@ -80,8 +80,8 @@ class _Victim:
 class NvmeTier:
     """Artifacts up to `capacity_bytes` under `root`. All methods may be called from any thread.
 
-    `on_ready(digest)` is called when an artifact is whole here, `on_evict(digest)` before its bytes
-    are removed; both run on the thread that caused them. What other processes do to the folder is
+    `on_ready(digest, size_bytes)` is called when an artifact is whole here, `on_evict(digest)` before
+    its bytes are removed; both run on the thread that caused them. What other processes do to the folder is
     told by `refresh`.
 
     Args:
@@ -103,7 +103,7 @@ class NvmeTier:
         capacity_bytes: int,
         num_parallel: int = DEFAULT_NUM_PARALLEL,
         range_bytes: int = DEFAULT_RANGE_BYTES,
-        on_ready: Callable[[Digest], None] = lambda digest: None,
+        on_ready: Callable[[Digest, int], None] = lambda digest, size_bytes: None,
         on_evict: Callable[[Digest], None] = lambda digest: None,
     ) -> None:
         if range_bytes < MIN_RANGE_BYTES:
@@ -179,7 +179,7 @@ class NvmeTier:
                     self._bring(manifest, blobs, locks, deadline_s, on_progress)
                 self._touch(digest)
             on_progress(total_bytes, total_bytes)
-            self._announce(digest)
+            self._announce(digest, total_bytes)
             yield
         finally:
             for name, lock in locks.items():
@@ -405,13 +405,13 @@ class NvmeTier:
 
     def refresh(self) -> None:
         """Tell `on_ready` and `on_evict` what other processes have done to the folder."""
-        present = {resident.digest for resident in self.residents()}
+        present = {row.digest: row.manifest.payload_bytes for row in self.residents()}
         with self._lock:
-            gone = self._announced - present
+            gone = self._announced - present.keys()
         for digest in sorted(gone):
             self._withdraw(digest)
-        for digest in sorted(present):
-            self._announce(digest)
+        for digest, size_bytes in sorted(present.items()):
+            self._announce(digest, size_bytes)
 
     def close(self) -> None:
         """Give up all fetches; what they have stays for a later one."""
@@ -561,12 +561,12 @@ class NvmeTier:
                 self._folder.manifest_path(digest).unlink(missing_ok=True)
 
     # --- small ---------------------------------------------------------------------------------
-    def _announce(self, digest: Digest) -> None:
+    def _announce(self, digest: Digest, size_bytes: int) -> None:
         with self._lock:
             is_new = digest not in self._announced
             self._announced.add(digest)
         if is_new:
-            self._on_ready(digest)
+            self._on_ready(digest, size_bytes)
 
     def _withdraw(self, digest: Digest) -> None:
         with self._lock:

@@ -72,7 +72,7 @@ def tier_over(
     root: Path,
     capacity_bytes: int = ROOM,
     *,
-    on_ready: Callable[[Digest], None] = lambda digest: None,
+    on_ready: Callable[[Digest, int], None] = lambda digest, size_bytes: None,
     on_evict: Callable[[Digest], None] = lambda digest: None,
 ) -> Iterator[NvmeTier]:
     """A tier that is closed at the end, and true to its invariants then."""
@@ -121,7 +121,9 @@ def test_an_artifact_is_fetched_in_ranges_and_read(server: MisbehavingHttp, tmp_
     """All bytes are asked for once; the whole is named, and its reads are verified."""
     manifest, blob = artifact()
     ready: list[Digest] = []
-    with tier_over(store_of(server), tmp_path, on_ready=ready.append) as tier:
+    with tier_over(
+        store_of(server), tmp_path, on_ready=lambda digest, size_bytes: ready.append(digest)
+    ) as tier:
         assert not tier.contains(digest_of(manifest))
         tier.fetch(manifest, soon())
         assert tier.contains(digest_of(manifest))
@@ -157,7 +159,9 @@ def test_a_new_engine_knows_what_is_whole(server: MisbehavingHttp, tmp_path: Pat
         tier.fetch(manifest, soon())
     asked = server.sent_bytes
     ready: list[Digest] = []
-    with tier_over(store_of(server), tmp_path, on_ready=ready.append) as tier:
+    with tier_over(
+        store_of(server), tmp_path, on_ready=lambda digest, size_bytes: ready.append(digest)
+    ) as tier:
         assert ready == [digest_of(manifest)]
         tier.fetch(manifest, soon())
         assert read(tier, blob_digest(manifest)) == blob
@@ -383,7 +387,7 @@ def test_other_processes_changes_are_told_by_refresh(
         tier_over(
             store_of(server),
             tmp_path,
-            on_ready=lambda digest: told.append(("ready", digest)),
+            on_ready=lambda digest, size_bytes: told.append(("ready", digest)),
             on_evict=lambda digest: told.append(("evict", digest)),
         ) as other,
     ):
