@@ -99,11 +99,12 @@ def objects(values: dict[str, Any]) -> list[Manifest]:
 
 
 def test_there_are_values_to_try() -> None:
-    """The three example files are there."""
+    """The example files are there."""
     assert {path.stem for path in CI_FILES} == {
         "default-values",
         "gpu-engine-values",
         "minimal-values",
+        "store-url-values",
     }
 
 
@@ -174,7 +175,7 @@ def test_engines_fail_closed(objects: list[Manifest]) -> None:
     assert config["kv_connector_module_path"] == "cartridge_engine_ext.connector"
     assert config["kv_role"] == "kv_both"
     extra = config["kv_connector_extra_config"]
-    assert extra["store"] == "/store"
+    assert extra["store"] in {"/store", "s3://cartridges/team?region=eu-central-1"}
     assert extra["self_url"] == "http://127.0.0.1:8001"
 
 
@@ -239,8 +240,28 @@ def test_pods_run_without_privileges(objects: list[Manifest]) -> None:
         assert "emptyDir" in volumes["tmp"]
         mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
         assert mounts["/tmp"]["name"] == "tmp"  # noqa: S108 - a path in the container
-        assert mounts["/store"] == {"name": "store", "mountPath": "/store", "readOnly": True}
+        if "store" in volumes:
+            assert mounts["/store"] == {"name": "store", "mountPath": "/store", "readOnly": True}
         assert {mount["name"] for mount in mounts.values()} == set(volumes)
+
+
+def test_a_store_by_url_is_the_same_for_gateway_and_engines() -> None:
+    """No volume is mounted, the account comes from the Secret, and the nvme folder is bounded."""
+    objects = render(values_of(CHART / "ci" / "store-url-values.yaml"))
+    gateway, engines = only(objects, "Deployment"), only(objects, "StatefulSet")
+    for workload in (gateway, engines):
+        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "cartridge-store"}}]
+        assert "/store" not in {mount["mountPath"] for mount in container["volumeMounts"]}
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    url = "s3://cartridges/team?region=eu-central-1"
+    assert {"name": "CARTRIDGE_ROUTER_STORE", "value": url} in container["env"]
+    (container,) = engines["spec"]["template"]["spec"]["containers"]
+    arguments = container["args"]
+    config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    extra = config["kv_connector_extra_config"]
+    assert (extra["store"], extra["nvme_dir"], extra["nvme_bytes"]) == (url, "/nvme", 32 << 30)
+    assert {"name": "nvme", "mountPath": "/nvme"} in container["volumeMounts"]
 
 
 def test_service_accounts_exist(objects: list[Manifest]) -> None:
@@ -386,6 +407,11 @@ def test_each_template_file_holds_one_kind() -> None:
         ({"redis__url": "http://redis"}, "/redis/url"),
         ({"redis__password": "x"}, "password"),
         ({"store__volume": {}}, "/store/volume"),
+        ({"store__url": "s3://bucket/store"}, "/store/volume"),
+        ({"store__volume": {}, "store__url": "ftp://host"}, "/store/url"),
+        ({"store__volume": {}, "store__url": "oci://maker:secret@host/x"}, "/store/url"),
+        ({"engine__nvme__volume": {"nfs": {}}}, "/engine/nvme/volume"),
+        ({"engine__nvme__bytes": 0}, "/engine/nvme/bytes"),
         ({"store__volume": {"emptyDir": {}}}, "emptyDir"),
         ({"store__volume__nfs": {"server": "s", "path": "/p"}}, "/store/volume"),
         ({"engine__model": ""}, "/engine/model"),

@@ -91,14 +91,31 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
+{{/* Folder or URL, the same for gateway and engines. */}}
+{{- define "cartridge-router.store" -}}
+{{- .Values.store.url | default "/store" -}}
+{{- end -}}
+
+{{/* The account of a store that is named by URL. */}}
+{{- define "cartridge-router.storeEnvFrom" -}}
+{{- with .Values.store.credentialsSecret -}}
+envFrom:
+  - secretRef: {name: {{ . }}}
+{{- end -}}
+{{- end -}}
+
 {{/* --kv-transfer-config. Kubernetes fills in $(…) from the container's environment. */}}
 {{- define "cartridge-router.kvTransferConfig" -}}
 {{- $extra := dict
-      "store" "/store"
+      "store" (include "cartridge-router.store" .)
       "redis_url" "$(CARTRIDGE_ROUTER_REDIS_URL)"
       "replica_id" "$(POD_NAME)"
       "self_url" "http://127.0.0.1:8001"
       "control_address" (printf "$(POD_IP):%d" (int .Values.engine.control.port)) -}}
+{{- if .Values.engine.nvme.volume -}}
+{{- $_ := set $extra "nvme_dir" "/nvme" -}}
+{{- $_ := set $extra "nvme_bytes" (int64 .Values.engine.nvme.bytes) -}}
+{{- end -}}
 {{- dict
       "kv_connector" "CartridgeConnector"
       "kv_connector_module_path" "cartridge_engine_ext.connector"
