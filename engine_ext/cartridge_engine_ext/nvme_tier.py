@@ -80,9 +80,9 @@ class _Victim:
 class NvmeTier:
     """Artifacts up to `capacity_bytes` under `root`. All methods may be called from any thread.
 
-    `on_ready(digest, size_bytes)` is called when an artifact is whole here, `on_evict(digest)` before
-    its bytes are removed; both run on the thread that caused them. What other processes do to the folder is
-    told by `refresh`.
+    `on_ready(digest, size_bytes)` is called when an artifact is whole here, `on_evict(digest)`
+    before its bytes are removed; both run on the thread that caused them. What other processes do
+    to the folder is told by `refresh`.
 
     Args:
         store: where artifacts come from.
