@@ -82,7 +82,7 @@ class NvmeTier:
 
     `on_ready(digest, size_bytes)` is called when an artifact is whole here, `on_evict(digest)`
     before its bytes are removed; both run on the thread that caused them. What other processes do
-    to the folder is told by `refresh`.
+    to the folder is told by `refresh`. Neither may call the tier.
 
     Args:
         store: where artifacts come from.

@@ -58,6 +58,7 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            services.catalog.close()
 
 
 def _construct(

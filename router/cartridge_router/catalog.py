@@ -67,6 +67,11 @@ class Catalog:
         except StoreUnavailable as error:
             logger.warning("the catalog is empty until the store answers: %s", error)
 
+    def close(self) -> None:
+        """Give the store's connections back."""
+        if self._store is not None:
+            self._store.close()
+
     async def run(self) -> None:
         """Refresh until cancelled."""
         while True:

@@ -5,6 +5,7 @@ from the entry-point group `cartridge_router.commands`.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -173,8 +174,25 @@ def _add_cartridge(group: Any) -> None:
 
 
 def _list_cartridges(args: argparse.Namespace) -> int:
-    store = open_store(args.store)
-    rows, problems = [], []
+    with contextlib.closing(open_store(args.store)) as store:
+        rows, problems = _rows_of(store)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            size_mib = int(str(row["size_bytes"])) / (1 << 20)
+            print(
+                f"{row['id']:32} {row['num_tokens']:>6} tokens {size_mib:8.1f} MiB  {row['digest']}"
+            )
+    return 1 if problems else 0
+
+
+def _rows_of(store: Store) -> tuple[list[dict[str, Any]], list[str]]:
+    """A row for each alias, and a problem for each that cannot be read."""
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
     for alias, digest in store.aliases().items():
         try:
             manifest = store.read_manifest(digest)
@@ -191,41 +209,31 @@ def _list_cartridges(args: argparse.Namespace) -> int:
                 "title": manifest.card.title,
             }
         )
-    for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        for row in rows:
-            size_mib = int(str(row["size_bytes"])) / (1 << 20)
-            print(
-                f"{row['id']:32} {row['num_tokens']:>6} tokens {size_mib:8.1f} MiB  {row['digest']}"
-            )
-    return 1 if problems else 0
+    return rows, problems
 
 
 def _show_cartridges(args: argparse.Namespace) -> int:
-    store = open_store(args.store)
-    for name in args.cartridge:
-        digest = store.resolve(name)
-        manifest = msgspec.to_builtins(store.read_manifest(digest))
-        if not args.json:
-            # The table of tensors is for machines.
-            manifest["tensors"] = f"{len(manifest['tensors'])} tensors"
-        print(json.dumps({"digest": digest, **manifest}, indent=2))
+    with contextlib.closing(open_store(args.store)) as store:
+        for name in args.cartridge:
+            digest = store.resolve(name)
+            manifest = msgspec.to_builtins(store.read_manifest(digest))
+            if not args.json:
+                # The table of tensors is for machines.
+                manifest["tensors"] = f"{len(manifest['tensors'])} tensors"
+            print(json.dumps({"digest": digest, **manifest}, indent=2))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    store = open_store(args.store)
     results = []
-    for name in args.cartridge:
-        try:
-            digest = store.resolve(name)
-            store.verify(digest)
-            results.append({"id": name, "digest": digest, "ok": True, "problem": None})
-        except StoreError as error:
-            results.append({"id": name, "digest": None, "ok": False, "problem": str(error)})
+    with contextlib.closing(open_store(args.store)) as store:
+        for name in args.cartridge:
+            try:
+                digest = store.resolve(name)
+                store.verify(digest)
+                results.append({"id": name, "digest": digest, "ok": True, "problem": None})
+            except StoreError as error:
+                results.append({"id": name, "digest": None, "ok": False, "problem": str(error)})
     if args.json:
         print(json.dumps(results, indent=2))
     else:
@@ -235,26 +243,36 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _copy(args: argparse.Namespace) -> int:
-    source, target = open_store(args.source), open_store(args.target)
     results = []
-    for name in args.cartridge:
-        result: dict[str, Any] = {"id": name, "ok": True, "problem": None}
-        try:
-            copied = _copy_with_progress(source, target, name)
-            result |= {
-                "digest": copied.digest,
-                "copied_bytes": copied.copied_bytes,
-                "present_bytes": copied.present_bytes,
-            }
-        except StoreError as error:
-            result |= {"ok": False, "problem": str(error)}
-        results.append(result)
-        if not args.json:
-            line = f"{result['digest']} copied" if result["ok"] else result["problem"]
-            print(f"{name}: {line}", flush=True)
+    with (
+        contextlib.closing(open_store(args.source)) as source,
+        contextlib.closing(open_store(args.target)) as target,
+    ):
+        for name in args.cartridge:
+            result = _copied(source, target, name)
+            results.append(result)
+            if not args.json:
+                line = f"{result['digest']} copied" if result["ok"] else result["problem"]
+                print(f"{name}: {line}", flush=True)
     if args.json:
         print(json.dumps(results, indent=2))
     return 0 if all(result["ok"] for result in results) else 1
+
+
+def _copied(source: Store, target: Store, name: str) -> dict[str, Any]:
+    """What became of one copy."""
+    try:
+        copied = _copy_with_progress(source, target, name)
+    except StoreError as error:
+        return {"id": name, "ok": False, "problem": str(error)}
+    return {
+        "id": name,
+        "ok": True,
+        "problem": None,
+        "digest": copied.digest,
+        "copied_bytes": copied.copied_bytes,
+        "present_bytes": copied.present_bytes,
+    }
 
 
 def _copy_with_progress(source: Store, target: Store, name: str) -> Copied:

@@ -23,6 +23,7 @@ from cartridge_proto.stores.patience import Patience
 from cartridge_proto.stores.verification import PIECE_BYTES
 
 MAX_REDIRECTS = 5
+_DRAINED_BYTES = 4096
 _REDIRECTS = {301, 302, 303, 307, 308}
 
 
@@ -133,9 +134,11 @@ class GuardedHttp:
         with contextlib.ExitStack() as stack:
             response = stack.enter_context(self._send(self._pools, method, url, sent, body, place))
             for _ in range(MAX_REDIRECTS):
-                if response.status not in _REDIRECTS or method not in {"GET", "HEAD"}:
+                location = response.headers.get("location", "")
+                is_read = method in {"GET", "HEAD"}
+                if response.status not in _REDIRECTS or not location or not is_read:
                     break
-                target = urljoin(url, response.headers.get("location", ""))
+                target = urljoin(url, location)
                 response = stack.enter_context(self._follow(method, url, target, sent))
                 url, place = target, printable(target)
             if response.status not in set(expected):
@@ -207,9 +210,7 @@ class GuardedHttp:
         try:
             yield response
         finally:
-            # A body that was not read to its end would be taken for the next answer.
-            response.close()
-            response.release_conn()
+            _give_back(response)
 
 
 def printable(url: str) -> str:
@@ -227,6 +228,15 @@ def _pool_at(
     return urllib3.HTTPSConnectionPool(
         address, port, timeout=timeout, server_hostname=host, assert_hostname=host
     )
+
+
+def _give_back(response: urllib3.BaseHTTPResponse) -> None:
+    """Keep the connection if little of the body is left, else close it."""
+    left_bytes = response.length_remaining
+    if left_bytes is not None and left_bytes <= _DRAINED_BYTES:
+        response.drain_conn()
+    response.close()
+    response.release_conn()
 
 
 def _pieces(body: bytes | memoryview) -> Iterator[bytes]:

@@ -132,6 +132,10 @@ def _check_host(url: StoreUrl) -> None:
     elif url.scheme == "s3":
         if _BUCKET.fullmatch(url.host) is None:
             raise BadStoreUrl(f"s3://{url.host[:80]}: no bucket's name")
+        parts = url.path.strip("/").split("/")
+        has_odd_part = parts != [""] and bool({"", ".", ".."} & set(parts))
+        if has_odd_part or not url.path.isprintable():
+            raise BadStoreUrl(f"s3://{url.host}: the prefix has an empty part, a . or a ..")
     elif _HOST.fullmatch(url.host) is None:
         raise BadStoreUrl(f"{url.scheme}://{url.host[:80]}: not host or host:port")
     if url.scheme == "oci" and not url.path.strip("/"):
