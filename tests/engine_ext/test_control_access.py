@@ -1,18 +1,11 @@
 """Who may call the control service: tokens and client certificates over real gRPC on loopback."""
 
-import datetime
-import ipaddress
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cartridge_engine_ext.artifact_pool import ArtifactPool
@@ -31,6 +24,7 @@ from cartridge_proto.stores import LocalStore
 from cartridge_proto.v1 import control_pb2, control_pb2_grpc
 from tests.engine_ext.stored_artifacts import WAIT_S
 from tests.proto.sample_artifact import engine_of, sample_artifact
+from tests.trust import make_authority
 
 TOKEN = "a-token-of-the-operator"
 ENGINE = engine_of(sample_artifact()[0])
@@ -162,65 +156,6 @@ def test_an_address_for_others_is_never_open(tmp_path: Path) -> None:
 
 
 # --- client certificates -------------------------------------------------------------------------
-@dataclass
-class Authority:
-    """A certificate authority of one test."""
-
-    key: ec.EllipticCurvePrivateKey
-    certificate: x509.Certificate
-
-    @property
-    def pem(self) -> bytes:
-        """Its certificate."""
-        return self.certificate.public_bytes(serialization.Encoding.PEM)
-
-    def issue(self, name: str) -> tuple[bytes, bytes]:
-        """Key and certificate for 127.0.0.1, as PEM."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        certificate = (
-            unsigned(name, key)
-            .issuer_name(self.certificate.subject)
-            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-            .sign(self.key, hashes.SHA256())
-        )
-        return pem_of(key), certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key as PEM."""
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-
-
-def unsigned(name: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-    """A certificate for a day, issued by nobody yet."""
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-    )
-
-
-def make_authority(name: str) -> Authority:
-    """A self-signed authority."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    certificate = (
-        unsigned(name, key)
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    return Authority(key, certificate)
-
-
 def test_only_callers_with_a_certificate_of_the_authority_get_in(tmp_path: Path) -> None:
     """mTLS: ours is answered; none, and one of another authority, reach nothing."""
     ours, others = make_authority("ours"), make_authority("others")

@@ -8,6 +8,7 @@ import contextlib
 import json
 import re
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterator
@@ -66,6 +67,8 @@ class MisbehavingHttp:
     challenge: str | None = None
     """`WWW-Authenticate` of those who come without `token`."""
     token: str = ""
+    script: dict[str, tuple[int, dict[str, str], bytes]] = field(default_factory=dict)
+    """`METHOD /path` (without query) -> status, headers, body; before anything else."""
     token_queries: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -89,11 +92,14 @@ class MisbehavingHttp:
 
 
 @contextlib.contextmanager
-def misbehaving_http(*blobs: bytes) -> Iterator[MisbehavingHttp]:
-    """A server of these blobs, at first without a fault."""
+def misbehaving_http(*blobs: bytes, tls: ssl.SSLContext | None = None) -> Iterator[MisbehavingHttp]:
+    """A server of these blobs, at first without a fault; https with a TLS context."""
     server = _Server(("127.0.0.1", 0), _Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    scheme = "https" if tls is not None else "http"
     state = MisbehavingHttp(
-        f"http://127.0.0.1:{server.server_address[1]}",
+        f"{scheme}://127.0.0.1:{server.server_address[1]}",
         {sha256_digest(blob): blob for blob in blobs},
     )
     server.state = state
@@ -121,6 +127,15 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
+    def do_POST(self) -> None:
+        """Answer as the script says."""
+        self.rfile.read(int(self.headers.get("content-length", "0")))
+        self._answer(with_body=False)
+
+    def do_PUT(self) -> None:
+        """The same."""
+        self.do_POST()
+
     def do_HEAD(self) -> None:
         """Answer with the size."""
         self._answer(with_body=False)
@@ -136,6 +151,11 @@ class _Handler(BaseHTTPRequestHandler):
         state = self.server.state
         with state.lock:
             state.headers.append({name.lower(): value for name, value in self.headers.items()})
+        scripted = state.script.get(f"{self.command} {self.path.partition('?')[0]}")
+        if scripted is not None:
+            status, headers, body = scripted
+            self._send(status, body, {"content-length": str(len(body)), **headers})
+            return
         if self.path.startswith(("/token?", "/no-token?")):
             self._give_token()
             return

@@ -1,7 +1,9 @@
 """Servers that go wrong: each fault is a clear error, in bounded time, and never a wrong byte."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -20,6 +22,7 @@ from cartridge_proto.stores.object_storage import ObjectStorage
 from cartridge_proto.stores.oci import OciRegistry
 from cartridge_proto.stores.patience import Patience
 from cartridge_proto.stores.redis_store import RedisStore
+from tests import trust
 from tests.contracts.store import put_sample, read
 from tests.proto.misbehaving_http import Fault, MisbehavingHttp, misbehaving_http
 
@@ -286,6 +289,114 @@ def test_a_challenge_that_cannot_be_met_is_a_clear_error(
     with pytest.raises(StoreError, match=message) as caught:
         whole(registry(server, account))
     assert "secret-of-the-test" not in str(caught.value)
+
+
+# --- registries that answer strangely ------------------------------------------------------------
+TAGS = "GET /v2/store/tags/list"
+UPLOADS = "POST /v2/store/blobs/uploads/"
+
+
+def test_tags_that_are_no_list_are_unavailable(server: MisbehavingHttp) -> None:
+    """A page of a proxy is not an empty store."""
+    store = registry(server, None)
+    for body in (b"<html>", b"[]", b'{"tags": 1}', b"{}", b"[" * 100_000):
+        server.script[TAGS] = (200, {}, body)
+        with pytest.raises(StoreUnavailable, match="no list of tags"):
+            store.manifest_digests()
+        with pytest.raises(StoreUnavailable, match="no list of tags"):
+            store.aliases()
+
+
+def test_an_endless_list_of_tags_is_refused(server: MisbehavingHttp) -> None:
+    """Each page names a next one."""
+    page = json.dumps({"tags": ["x"] * 30_000}).encode()
+    server.script[TAGS] = (200, {"link": '</v2/store/tags/list?last=x>; rel="next"'}, page)
+    with pytest.raises(StoreError, match="more than 100000 names"):
+        registry(server, None).manifest_digests()
+
+
+def test_an_alias_that_is_no_oci_manifest_is_corrupt(server: MisbehavingHttp) -> None:
+    """Whatever the registry gives under the tag."""
+    store = registry(server, None)
+    path = "/v2/store/handbook/manifests/1"
+    server.script[f"HEAD {path}"] = (200, {}, b"")
+    for body in (b"", b"<html>", b"[]", b'{"config": {"digest": "x"}}', b"[" * 100_000):
+        server.script[f"GET {path}"] = (200, {}, body)
+        with pytest.raises(CorruptStore, match="alias handbook@1"):
+            store.resolve("handbook@1")
+
+
+def test_an_upload_goes_to_the_registry_only(server: MisbehavingHttp) -> None:
+    """Not to a host that the registry names."""
+    store = registry(server, ACCOUNT)
+    server.script[UPLOADS] = (202, {"location": "http://127.0.0.2:9/upload"}, b"")
+    with pytest.raises(StoreError, match="uploads to another host are not made"):
+        store.put_blob(b"other")
+    server.script[UPLOADS] = (202, {"location": "/upload?state=1"}, b"")
+    with pytest.raises(NotInStore):
+        store.put_blob(b"other")
+    server.script["PUT /upload"] = (201, {}, b"")
+    assert store.put_blob(b"other") == sha256_digest(b"other")
+
+
+def test_an_answer_without_a_length_is_unavailable(store: Store, server: MisbehavingHttp) -> None:
+    """Nobody can say how large the blob is."""
+    for prefix in ("/v2/store/blobs/", "/bucket/store/blobs/sha256/"):
+        name = DIGEST if prefix.startswith("/v2") else DIGEST.removeprefix("sha256:")
+        server.script[f"HEAD {prefix}{name}"] = (200, {"content-length": "many"}, b"")
+    with pytest.raises(StoreUnavailable, match="without a length"):
+        store.has_blob(DIGEST)
+
+
+# --- TLS -----------------------------------------------------------------------------------------
+@pytest.fixture
+def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trust.Authority:
+    """An authority that this process trusts."""
+    made = trust.make_authority("tests")
+    (tmp_path / "ca.pem").write_bytes(made.pem)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    return made
+
+
+def test_a_certificate_must_be_the_hosts(authority: trust.Authority, tmp_path: Path) -> None:
+    """Also after a redirect, which connects to an address; an untrusted one is refused."""
+    others = trust.make_authority("others")
+    with (
+        misbehaving_http(BLOB, tls=trust.server_context(authority, tmp_path)) as good,
+        misbehaving_http(BLOB, tls=trust.server_context(others, tmp_path)) as bad,
+        misbehaving_http(BLOB) as front,
+    ):
+        front.fault = Fault.REDIRECT
+        for server in (good, bad):
+            front.location = f"{server.url}/{DIGEST}"
+            for url in (f"{server.url}/{DIGEST}", f"{front.url}/{DIGEST}"):
+                if server is good:
+                    assert fetched(url) == BLOB
+                else:
+                    with pytest.raises(StoreUnavailable, match="no trusted TLS connection"):
+                        fetched(url)
+        front.location = f"{good.url.replace('127.0.0.1', 'localhost')}/{DIGEST}"
+        with pytest.raises(StoreUnavailable, match="no trusted TLS connection"):
+            fetched(f"{front.url}/{DIGEST}")
+
+
+def test_a_redirect_never_leaves_https(authority: trust.Authority, tmp_path: Path) -> None:
+    """Bytes would be verified all the same, but their signature would be read on the way."""
+    with (
+        misbehaving_http(BLOB, tls=trust.server_context(authority, tmp_path)) as front,
+        misbehaving_http(BLOB) as server,
+    ):
+        front.fault = Fault.REDIRECT
+        front.location = f"{server.url}/{DIGEST}"
+        with pytest.raises(StoreError, match="it leaves https"):
+            fetched(f"{front.url}/{DIGEST}")
+        assert server.asked == []
+
+
+def fetched(url: str) -> bytes:
+    """What the guarded client reads there."""
+    with GuardedHttp(patience=QUICK).ask("GET", url) as answer:
+        return answer.read(len(BLOB))
 
 
 # --- Redis ---------------------------------------------------------------------------------------

@@ -172,7 +172,9 @@ class OciRegistry(VerifiedStore):
                 raise StoreUnavailable(f"{self._location}: gives no list of tags") from error
             yield from tags
             seen += len(tags)
-            if link is None or not tags or seen > MAX_LISTED:
+            if seen > MAX_LISTED:
+                raise StoreError(f"{self._location}: more than {MAX_LISTED} names")
+            if link is None or not tags:
                 return
             path = f"tags/list?{urlsplit(link[1]).query}"
 
