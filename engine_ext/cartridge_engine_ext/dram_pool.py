@@ -24,12 +24,13 @@ from cartridge_engine_ext.dram_tier import (
 )
 from cartridge_engine_ext.errors import Refusal
 from cartridge_engine_ext.eviction import EvictionPolicy, LeastRecentlyUsed
+from cartridge_engine_ext.folder_locks import DeadlinePassed
 from cartridge_engine_ext.sealed_memory import SealedMemory
 from cartridge_proto.digest import Digest, parse_digest
 from cartridge_proto.manifest import Manifest
 from cartridge_proto.residency import FailureReason
 from cartridge_proto.safetensors_header import InvalidPayload, check_blob
-from cartridge_proto.stores import CorruptStore, NotInStore, StoreError, StoreUnavailable
+from cartridge_proto.stores import NotInStore, StoreError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -714,8 +715,8 @@ def _unwanted(digest: Digest) -> Refusal:
 def _store_refusal(error: StoreError, absent: str) -> Refusal:
     if isinstance(error, NotInStore):
         return Refusal(FailureReason.UNKNOWN_ARTIFACT, absent)
+    if isinstance(error, DeadlinePassed):
+        return Refusal(FailureReason.DEADLINE, str(error))
     if isinstance(error, StoreUnavailable):
         return Refusal(FailureReason.NOT_READY, f"store: {error}")
-    if isinstance(error, CorruptStore):
-        return Refusal(FailureReason.CORRUPT_ARTIFACT, str(error))
     return Refusal(FailureReason.CORRUPT_ARTIFACT, str(error))

@@ -58,8 +58,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     may share it. Absent = no nvme tier."""
     nvme_bytes: int = DEFAULT_NVME_BYTES
     """Bound of that folder."""
+    agent_socket: str | None = None
+    """unix:/path of a node agent, which then owns the dram tier; `dram_bytes` bounds what this
+    engine loads itself while the agent is away."""
     num_loaders: int = 2
     """Threads that fetch and verify."""
+    otlp_endpoint: str | None = None
+    """Where spans go (OTLP over gRPC, http:// or https://); absent = to the process's provider."""
     lease_s: float = 6.0
     """Life of the replica's lease without a heartbeat."""
     with_weights_digest: bool = True
@@ -115,6 +120,9 @@ def _value_problems(values: dict[str, Any]) -> list[str]:
         for name in ("dram_bytes", "nvme_bytes", "num_loaders")
         if name in values and values[name] <= 0
     ]
+    agent_socket = values.get("agent_socket")
+    if agent_socket is not None and not agent_socket.startswith("unix:/"):
+        problems.append(f"agent_socket: {agent_socket[:120]!r}; unix:/path")
     pinned, capacity = values.get("pinned_bytes"), values.get("dram_bytes", DEFAULT_DRAM_BYTES)
     if pinned is not None and not 0 <= pinned <= capacity:
         problems.append(f"pinned_bytes: {pinned} must be from 0 to dram_bytes ({capacity})")

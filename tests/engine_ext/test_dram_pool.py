@@ -31,6 +31,7 @@ from cartridge_engine_ext.eviction import (
     GreedyDualSizeFrequency,
     NextAccess,
 )
+from cartridge_engine_ext.folder_locks import DeadlinePassed
 from cartridge_engine_ext.sealed_memory import SealedMemory
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.residency import FailureReason, Tier
@@ -411,6 +412,16 @@ def test_an_artifact_knows_where_its_bytes_came_from(tmp_path: Path) -> None:
         assert source.fetched == [near, far]
     with pool_over(LocalStore(tmp_path)) as pool:
         assert use(pool, near).loaded_from is Tier.REMOTE
+
+
+def test_a_source_that_is_past_the_deadline_says_so(tmp_path: Path) -> None:
+    """What did not come in time is no fault of the store."""
+    digest = put_samples(source := NearSource(tmp_path), 1)[0]
+    source.error = DeadlinePassed("another process is fetching")
+    with pool_over(source) as pool:
+        refusal = refusal_of(lambda: hold(pool, digest))
+        pool.release(digest)
+        assert refusal.reason is FailureReason.DEADLINE
 
 
 def test_a_store_that_is_away_is_not_a_corrupt_one(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import astuple, replace
+from pathlib import Path
 
 import pytest
 
-from cartridge_engine_ext.sealed_memory import SealedMemory, map_memory
+from cartridge_engine_ext.sealed_memory import ReceivedMemory, SealedMemory, map_memory
 
 DATA = bytes(range(256)) * 40
 
@@ -125,3 +126,54 @@ def test_the_view_for_filling_ends_with_filling() -> None:
     with pytest.raises(ValueError, match="released"):
         kept[0][0] = 1
     memory.close()
+
+
+# --- received from another process ---------------------------------------------------------------
+def unsealed(seals: int, data: bytes = DATA) -> int:
+    """A descriptor of memory with these seals."""
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(descriptor, data)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def test_sealed_memory_is_taken_over(memory: SealedMemory) -> None:
+    """A duplicate holds the same bytes, also after the first owner has closed its own."""
+    received = ReceivedMemory(memory.duplicate(), len(DATA))
+    assert received.reference.inode == memory.reference.inode
+    memory.close()
+    with map_memory(received.reference) as mapping:
+        assert mapping[:] == DATA
+    received.close()
+    assert received.is_closed
+
+
+@pytest.mark.parametrize(
+    "seals",
+    [
+        0,
+        fcntl.F_SEAL_WRITE,
+        fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
+        fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW,
+        fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK,
+    ],
+)
+def test_memory_that_can_still_change_is_refused(seals: int) -> None:
+    """Each of the three seals is needed, and the descriptor does not stay open."""
+    before = num_descriptors()
+    with pytest.raises(OSError, match="not sealed"):
+        ReceivedMemory(unsealed(seals), len(DATA))
+    assert num_descriptors() == before
+
+
+def test_what_is_no_such_memory_is_refused(tmp_path: Path) -> None:
+    """Another size than promised, and files, which cannot be sealed at all."""
+    before = num_descriptors()
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    with pytest.raises(OSError, match=f"{len(DATA)} bytes of memory; 1 were promised"):
+        ReceivedMemory(unsealed(seals), 1)
+    file = tmp_path / "file"
+    file.write_bytes(DATA)
+    with pytest.raises(OSError, match="Invalid argument"):
+        ReceivedMemory(os.open(file, os.O_RDONLY), len(DATA))
+    assert num_descriptors() == before
