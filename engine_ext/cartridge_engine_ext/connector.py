@@ -14,10 +14,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from cartridge_engine_ext.load_plan import LoadPlan, LoadReport
 from cartridge_engine_ext.plugin import SchedulerRuntime, check_engine_flags, make_worker_side
 from cartridge_engine_ext.scheduler_side import SchedulerSide
+from cartridge_engine_ext.stats import ConnectorMetrics, ConnectorStats
 from cartridge_engine_ext.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -147,6 +152,28 @@ class CartridgeConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What was loaded in this step."""
         return self._worker_side.take_report()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What happened since the last call; the scheduler half's, for all workers."""
+        data = self._runtime.activity.take() if self._runtime is not None else None
+        return ConnectorStats(data=data) if data is not None else None
+
+    # --- the process that serves /metrics --------------------------------------------------------
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Stats from what came over the wire."""
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """The instruments beside vLLM's own."""
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End the threads of either half."""

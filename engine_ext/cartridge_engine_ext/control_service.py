@@ -7,7 +7,7 @@ ledger. Refuses to touch tensors or scheduling, and callers without the token.
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
@@ -112,6 +112,7 @@ class ControlService(control_pb2_grpc.CartridgeControlServicer):
         ledger: ResidencyLedger | None = None,
         hbm_pins: HbmPins | None = None,
         drainable: Drainable | None = None,
+        quarantined: Callable[[], Mapping[Digest, str]] = dict,
     ) -> None:
         self._pool = pool
         self._engine = engine
@@ -122,6 +123,7 @@ class ControlService(control_pb2_grpc.CartridgeControlServicer):
         self._ledger = ledger
         self._hbm_pins = hbm_pins
         self._drainable = drainable
+        self._quarantined = quarantined
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
         self._watching = threading.BoundedSemaphore(MAX_WATCHERS)
 
@@ -147,6 +149,10 @@ class ControlService(control_pb2_grpc.CartridgeControlServicer):
             dram_pinned_limit_bytes=self._pool.pinned_bytes,
             draining=drainable is not None and drainable.is_draining,
             drained=drainable is not None and drainable.is_drained(),
+            quarantined=[
+                control_pb2.Quarantine(digest=digest, reason=reason)
+                for digest, reason in sorted(self._quarantined().items())
+            ],
         )
 
     def Lookup(  # noqa: N802

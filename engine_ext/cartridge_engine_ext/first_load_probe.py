@@ -61,8 +61,10 @@ class FirstLoadProbe:
         *,
         build: str,
         folder: Path | None,
+        on_quarantine: Callable[[Digest], None] = lambda digest: None,
     ) -> None:
         self._answer = answer
+        self._on_quarantine = on_quarantine
         self._folder = folder / build if folder is not None else None
         self._lock = threading.Lock()
         self._verdicts: dict[Digest, ProbeVerdict] = {}
@@ -112,6 +114,7 @@ class FirstLoadProbe:
                 self._verdicts[digest] = verdict
         if verdict is not None and verdict.problem is not None:
             logger.error("artifact %s is quarantined: %s", digest, verdict.problem)
+            self._on_quarantine(digest)
 
     def _replay(self, digest: Digest, manifest: Manifest) -> ProbeVerdict:
         probe = manifest.probe

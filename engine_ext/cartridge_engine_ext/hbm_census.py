@@ -20,6 +20,9 @@ from cartridge_proto.residency import Tier
 
 logger = logging.getLogger(__name__)
 
+MAX_WANTED = 1024
+"""Prefixes that are to be pinned once they are whole."""
+
 BlockT = TypeVar("BlockT")
 
 
@@ -57,7 +60,9 @@ class _Prefix:
 
 
 class HbmCensus:
-    """Compositions by identity. All methods but `pin` and `unpin` run on the scheduler's thread.
+    """Compositions by identity.
+
+    `pin`, `unpin` and `keep` may be called from any thread, all else runs on the scheduler's.
 
     A prefix is whole while all of its full blocks are in the prefix cache, and the artifacts of
     the positions behind them are in dram. vLLM gives the blocks of a request back from its end, so
@@ -80,6 +85,7 @@ class HbmCensus:
         self._pool: BlockPool[object] | None = None
         self._prefixes: dict[Digest, _Prefix] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wanted: set[Digest] = set()
         self._turn = 0
 
     def bind(self, pool: BlockPool[object]) -> None:
@@ -129,6 +135,9 @@ class HbmCensus:
             is_whole = self._is_whole(prefix, must_check_all=must_check_all)
             if is_whole and not prefix.is_whole:
                 self._ledger.enter(composition, Tier.HBM, prefix.size_bytes)
+                if composition in self._wanted:
+                    self._wanted.discard(composition)
+                    self._pin(composition)
             elif prefix.is_whole and not is_whole:
                 self._ledger.leave(composition, Tier.HBM)
             prefix.is_whole = is_whole
@@ -148,6 +157,18 @@ class HbmCensus:
     def unpin(self, composition: Digest) -> "Future[str | None]":
         """Give the blocks of a pinned prefix back to vLLM's own eviction, after the next step."""
         return self._command(lambda: self._unpin(composition))
+
+    def keep(self, composition: Digest) -> None:
+        """Pin a prefix now, or when it becomes whole; beyond `MAX_WANTED` of these it is ignored.
+
+        From any thread.
+        """
+
+        def command() -> None:
+            if self._pin(composition) is not None and len(self._wanted) < MAX_WANTED:
+                self._wanted.add(composition)
+
+        self._commands.put(command)
 
     @property
     def pin_budget_blocks(self) -> int:
@@ -198,6 +219,7 @@ class HbmCensus:
         return None
 
     def _unpin(self, composition: Digest) -> str | None:
+        self._wanted.discard(composition)
         prefix = self._prefixes.get(composition)
         if prefix is None or not prefix.pinned_blocks:
             return "not pinned"

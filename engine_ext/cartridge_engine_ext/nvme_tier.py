@@ -404,14 +404,20 @@ class NvmeTier:
         return None
 
     def refresh(self) -> None:
-        """Tell `on_ready` and `on_evict` what other processes have done to the folder."""
-        present = {row.digest: row.manifest.payload_bytes for row in self.residents()}
-        with self._lock:
-            gone = self._announced - present.keys()
-        for digest in sorted(gone):
-            self._withdraw(digest)
-        for digest, size_bytes in sorted(present.items()):
-            self._announce(digest, size_bytes)
+        """Tell `on_ready` and `on_evict` what other processes have done to the folder.
+
+        Raises:
+            DiskFailed: the folder cannot be read.
+        """
+        # Manifests come and go with the folder locked, so nothing is told against the order.
+        with _disk(self.root), self._folder_locked():
+            present = {row.digest: row.manifest.payload_bytes for row in self.residents()}
+            with self._lock:
+                gone = self._announced - present.keys()
+            for digest in sorted(gone):
+                self._withdraw(digest)
+            for digest, size_bytes in sorted(present.items()):
+                self._announce(digest, size_bytes)
 
     def close(self) -> None:
         """Give up all fetches; what they have stays for a later one."""

@@ -17,22 +17,43 @@ import msgspec
 import torch
 import vllm
 from huggingface_hub import snapshot_download
+from opentelemetry import trace
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from cartridge_engine_ext import identity
+from cartridge_engine_ext.activity import Activity
 from cartridge_engine_ext.artifact_pool import ArtifactPool
+from cartridge_engine_ext.control_access import ControlAccess, read_access
 from cartridge_engine_ext.control_service import ControlServer, ControlService
+from cartridge_engine_ext.dram_tier import ArtifactReader
 from cartridge_engine_ext.engine_client import EngineClient
 from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.eviction import EVICTION_POLICIES
 from cartridge_engine_ext.first_load_probe import PASSED, FirstLoadProbe, build_digest
+from cartridge_engine_ext.fleet_control import EnginePins, FleetDrain
 from cartridge_engine_ext.hbm_census import HbmCensus
+from cartridge_engine_ext.kv_hints import KvHints
 from cartridge_engine_ext.load_plan import Captured
+from cartridge_engine_ext.nvme_source import NvmeSource
+from cartridge_engine_ext.nvme_tier import NvmeTier
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
-from cartridge_engine_ext.scheduler_side import SchedulerSide, SelfTestGate
-from cartridge_engine_ext.self_test import Answer, Verdict, composition_of, run_self_test
-from cartridge_engine_ext.settings import parse_settings, residency_key_from_environment
+from cartridge_engine_ext.scheduler_side import EndedPrefix, SchedulerSide, SelfTestGate
+from cartridge_engine_ext.self_test import (
+    Answer,
+    Verdict,
+    composition_of,
+    full_lengths,
+    quick_lengths,
+    run_self_test,
+)
+from cartridge_engine_ext.settings import (
+    EngineSettings,
+    parse_settings,
+    residency_key_from_environment,
+)
+from cartridge_engine_ext.tracing import PrefixSpans, otlp_provider
 from cartridge_engine_ext.worker_side import HeadShard, WorkerSide, all_heads
 from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
 from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES, EngineIdentity
@@ -40,8 +61,8 @@ from cartridge_proto.composition import cache_salt
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import Manifest
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_SELF_TEST
-from cartridge_proto.residency import Receipt, Tier
-from cartridge_proto.stores import LocalStore
+from cartridge_proto.residency import Tier
+from cartridge_proto.stores import StoreError, open_store
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,7 +70,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROVEN_VLLM_VERSIONS = ("0.32.0",)
+"""On others the boot self-test is the full one."""
 EVICTION_FLUSH_S = 1.0
+NVME_REFRESH_S = 5.0
 CAPTURE_TIMEOUT_S = 300.0
 
 
@@ -156,6 +180,28 @@ def adopt_engine_logging() -> None:
         package.propagate = False
 
 
+def _control_access(settings: EngineSettings) -> ControlAccess:
+    return read_access(
+        token_file=settings.control_token_file,
+        tls_cert=settings.control_tls_cert,
+        tls_key=settings.control_tls_key,
+        tls_client_ca=settings.control_tls_client_ca,
+    )
+
+
+def _build_name(config: "VllmConfig", engine: EngineIdentity) -> str:
+    """Name of this engine build: all that changes what it computes."""
+    return build_digest(
+        vllm.__version__,
+        torch.__version__,
+        importlib.metadata.version("cartridge-router"),
+        msgspec.json.encode(engine).decode(),
+        str(config.cache_config.cache_dtype),
+        str(config.parallel_config.tensor_parallel_size),
+        str(config.device_config.device_type),
+    )
+
+
 def _block_bytes(config: "KVCacheConfig") -> int:
     """Bytes of one block of all layers, on one worker."""
     size: int = sum(
@@ -177,23 +223,16 @@ class SchedulerRuntime:
         epoch = new_epoch()
         self._gate = SelfTestGate()
         self._not_ready: str | None = "the boot self-test has not run yet"
-        self._num_kv_heads = self._engine.geometry.num_kv_heads
         self._captured: queue.Queue[dict[int, Captured]] = queue.Queue()
-        self._probes = FirstLoadProbe(
-            self._answer_probe,
-            build=build_digest(
-                vllm.__version__,
-                torch.__version__,
-                importlib.metadata.version("cartridge-router"),
-                msgspec.json.encode(self._engine).decode(),
-                str(config.cache_config.cache_dtype),
-                str(config.parallel_config.tensor_parallel_size),
-                config.device_config.device_type,
-            ),
-            folder=Path(settings.state_dir) if settings.state_dir is not None else None,
-        )
         self._is_stopping = threading.Event()
         self._client = EngineClient(settings.self_url, settings.api_key)
+        self.activity = Activity()
+        self._probes = FirstLoadProbe(
+            self._answer_probe,
+            build=_build_name(config, self._engine),
+            folder=Path(settings.state_dir) if settings.state_dir is not None else None,
+            on_quarantine=lambda digest: self.activity.note_quarantined(),
+        )
         self._publisher = (
             ResidencyPublisher(
                 redis_url=settings.redis_url,
@@ -207,32 +246,38 @@ class SchedulerRuntime:
             if settings.redis_url
             else None
         )
-        self._ledger = ResidencyLedger(self._publisher)
+        self._ledger = ResidencyLedger(self._publisher, self.activity)
         self.census = HbmCensus(
             self._ledger,
             group_ids=kv_cache_config.prefix_cacheable_group_ids,
             block_bytes=_block_bytes(kv_cache_config) * config.parallel_config.tensor_parallel_size,
             pinned_fraction=settings.hbm_pinned_fraction,
         )
+        self._nvme, source = self._open_store(settings)
         self._pool = ArtifactPool(
-            store=LocalStore(Path(settings.store)),
+            store=source,
             engine=self._engine,
             capacity_bytes=settings.dram_bytes,
             num_loaders=settings.num_loaders,
+            pinned_bytes=settings.pinned_bytes,
+            policy=EVICTION_POLICIES[settings.eviction_policy](),
             on_ready=lambda digest, size_bytes: self._ledger.enter(digest, Tier.DRAM, size_bytes),
             on_evict=self._withdraw,
+            on_pin=lambda digest, is_pinned: self._ledger.set_pinned(
+                digest, Tier.DRAM, is_pinned=is_pinned
+            ),
         )
-        service = ControlService(
-            pool=self._pool,
-            engine=self._engine,
-            engine_version=vllm.__version__,
-            replica=settings.replica,
-            epoch=epoch,
-            not_ready_reason=lambda: self._not_ready,
+        self._hints = KvHints(
+            dram=self._pool,
+            census=self.census,
+            on_outcome=self.activity.note_hint,
         )
-        self._control = (
-            ControlServer(service, settings.control_address) if settings.control_address else None
+        self._trace_provider = (
+            otlp_provider(settings.otlp_endpoint, settings.replica)
+            if settings.otlp_endpoint
+            else None
         )
+        self._spans = PrefixSpans(self._trace_provider or trace.get_tracer_provider())
         self.scheduler_side = SchedulerSide(
             pool=self._pool,
             engine=self._engine,
@@ -244,8 +289,26 @@ class SchedulerRuntime:
             gate=self._gate,
             census=self.census,
             verdict_of=self._probes.verdict if settings.with_probe else lambda *_: PASSED,
-            publish_receipt=self._publish_receipt,
+            hints=self._hints.take,
+            on_ended=self._note_ended,
             on_captured=self._captured.put,
+        )
+        service = ControlService(
+            pool=self._pool,
+            engine=self._engine,
+            engine_version=vllm.__version__,
+            replica=settings.replica,
+            epoch=epoch,
+            not_ready_reason=lambda: self._not_ready,
+            ledger=self._ledger,
+            hbm_pins=EnginePins(self.census, self._wake),
+            drainable=FleetDrain(self.scheduler_side, self._publisher),
+            quarantined=self._probes.quarantined,
+        )
+        self._control = (
+            ControlServer(service, settings.control_address, _control_access(settings))
+            if settings.control_address
+            else None
         )
         self._boot = threading.Thread(target=self._run_boot, name="cartridge-boot", daemon=True)
         self._boot.start()
@@ -258,50 +321,90 @@ class SchedulerRuntime:
             self._publisher.stop()
         if self._control is not None:
             self._control.stop()
+        self._hints.stop()
         self._probes.stop()
+        if self._nvme is not None:
+            self._nvme.close()
         self._pool.close()
+        if self._trace_provider is not None:
+            self._trace_provider.shutdown()
+
+    def _open_store(self, settings: EngineSettings) -> tuple[NvmeTier | None, ArtifactReader]:
+        """The nvme tier, if there is one, and what the dram tier reads from."""
+        store = open_store(settings.store)
+        if settings.nvme_dir is None:
+            return None, store
+        tier = NvmeTier(
+            store=store,
+            root=Path(settings.nvme_dir),
+            capacity_bytes=settings.nvme_bytes,
+            on_ready=lambda digest, size_bytes: self._ledger.enter(digest, Tier.NVME, size_bytes),
+            on_evict=lambda digest: self._ledger.leave(digest, Tier.NVME),
+        )
+        return tier, NvmeSource(store, tier)
 
     # --- boot ----------------------------------------------------------------------------------
     def _run_boot(self) -> None:
         if not self._client.wait_until_healthy(self._is_stopping.is_set):
             return
+        is_proven = vllm.__version__ in PROVEN_VLLM_VERSIONS
+        if not is_proven:
+            logger.warning(
+                "vLLM %s is not one of those that this extension was proven on (%s): the self-test "
+                "runs at every block edge",
+                vllm.__version__,
+                ", ".join(PROVEN_VLLM_VERSIONS),
+            )
+        lengths = (quick_lengths if is_proven else full_lengths)(self._engine.block_size)
         try:
-            verdict = self._self_test()
+            verdicts = [self._self_test(num_tokens) for num_tokens in lengths]
         except Exception as error:
             logger.exception("boot self-test failed: this engine does not join the fleet")
-            self._not_ready = f"boot self-test: {error}"
+            self._not_ready = f"boot self-test on vLLM {vllm.__version__}: {error}"
             return
-        logger.info("boot self-test passed: logprobs differ by at most %.1e", verdict.difference)
-        if verdict.immovable is not None:
-            logger.warning("Cartridges at an offset are refused: %s", verdict.immovable)
-        self._gate.immovable = verdict.immovable
+        difference = max(verdict.difference for verdict in verdicts)
+        logger.info("boot self-test passed: logprobs differ by at most %.1e", difference)
+        reasons = [verdict.immovable for verdict in verdicts if verdict.immovable is not None]
+        if reasons:
+            logger.warning("Cartridges at an offset are refused: %s", reasons[0])
+        self._gate.immovable = reasons[0] if reasons else None
         self._gate.is_open = True
         self._not_ready = None
         if self._control is not None:
             self._control.set_serving(is_serving=True)
         if self._publisher is not None:
             self._publisher.start(self._control.address if self._control is not None else None)
+        self._watch_nvme()
 
-    def _self_test(self) -> Verdict:
+    def _watch_nvme(self) -> None:
+        """Note what other engines do to the shared folder, until the end."""
+        while self._nvme is not None and not self._is_stopping.wait(NVME_REFRESH_S):
+            try:
+                self._nvme.refresh()
+            except StoreError as error:
+                logger.warning("nvme tier: %s", error)
+
+    def _self_test(self, num_tokens: int) -> Verdict:
         model = self._client.served_model()
 
-        def proof(num_tokens: int) -> dict[str, Any]:
-            return {"token": self._gate.token, "num_tokens": num_tokens}
+        def proof(num_captured: int) -> dict[str, Any]:
+            return {"token": self._gate.token, "num_tokens": num_captured}
 
         def complete(prompt: list[int], message: dict[str, Any]) -> Answer:
             params = {FIELD_SELF_TEST: proof(0), FIELD_CARTRIDGES: message}
             salt = cache_salt(Digest(message["composition"]))
             return self._client.complete(model, prompt, params, salt)
 
-        def capture(prompt: list[int], num_tokens: int) -> tuple[Answer, Captured]:
-            params = {FIELD_SELF_TEST: proof(num_tokens)}
+        def capture(prompt: list[int], num_captured: int) -> tuple[Answer, Captured]:
+            params = {FIELD_SELF_TEST: proof(num_captured)}
             answer = self._client.complete(model, prompt, params, secrets.token_hex(16))
             by_rank = self._captured.get(timeout=CAPTURE_TIMEOUT_S)
-            return answer, all_heads(by_rank, self._num_kv_heads)
+            return answer, all_heads(by_rank, self._engine.geometry.num_kv_heads)
 
         return run_self_test(
             engine=self._engine,
             vocab_size=self._vocab_size,
+            num_tokens=num_tokens,
             complete=complete,
             capture=capture,
             adopt=self._pool.adopt,
@@ -321,12 +424,27 @@ class SchedulerRuntime:
         model = self._client.served_model()
         return self._client.complete(model, prompt, params, salt, num_new_tokens)
 
-    # --- what the fleet is told ------------------------------------------------------------------
+    def _wake(self) -> None:
+        """Let an idle scheduler take a step."""
+        model = self._client.served_model()
+        self._client.complete(model, [0], {}, secrets.token_hex(16), 1)
+
+    # --- what is told ----------------------------------------------------------------------------
     def _withdraw(self, digest: Digest) -> None:
         self._ledger.leave(digest, Tier.DRAM)
         if self._publisher is not None:
             self._publisher.flush(EVICTION_FLUSH_S)
 
-    def _publish_receipt(self, receipt: Receipt) -> None:
+    def _note_ended(self, ended: EndedPrefix) -> None:
+        scope = ended.message.scope if ended.message is not None else ""
+        self.activity.note_receipt(ended.receipt, scope)
+        if ended.message is not None:
+            self._spans.record(
+                ended.message,
+                ended.receipt,
+                ended.trace_headers,
+                ended.start_ns,
+                ended.ready_ns,
+            )
         if self._publisher is not None and self._gate.is_open:
-            self._publisher.publish_receipt(receipt)
+            self._publisher.publish_receipt(ended.receipt)

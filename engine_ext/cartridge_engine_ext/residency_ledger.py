@@ -42,6 +42,18 @@ class Publication(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Counts what comes and goes; see `Activity`."""
+
+    def note_entered(self, digest: Digest, tier: Tier, size_bytes: int) -> None:
+        """A tier holds a digest."""
+        ...
+
+    def note_left(self, digest: Digest, tier: Tier, size_bytes: int) -> None:
+        """A tier holds it no more."""
+        ...
+
+
 @dataclass
 class _Holding:
     """Who holds one digest. A tier may hold it twice for a moment: loaded anew while evicted."""
@@ -54,8 +66,11 @@ class _Holding:
 class ResidencyLedger:
     """Rows of one replica. All methods may be called from any thread and return at once."""
 
-    def __init__(self, publication: Publication | None = None) -> None:
+    def __init__(
+        self, publication: Publication | None = None, observer: Observer | None = None
+    ) -> None:
         self._publication = publication
+        self._observer = observer
         self._lock = threading.Lock()
         self._holdings: dict[Digest, _Holding] = {}
         self._watchers: list[queue.Queue[ResidencyRow | None]] = []
@@ -67,6 +82,8 @@ class ResidencyLedger:
             holding = self._holdings.setdefault(digest, _Holding())
             holding.sizes[tier] = size_bytes
             holding.num_holders[tier] += 1
+            if self._observer is not None and holding.num_holders[tier] == 1:
+                self._observer.note_entered(digest, tier, size_bytes)
             self._tell_change(digest, before)
 
     def leave(self, digest: Digest, tier: Tier) -> None:
@@ -78,7 +95,10 @@ class ResidencyLedger:
             before = self._row(digest)
             holding.num_holders[tier] -= 1
             if not holding.num_holders[tier]:
-                del holding.num_holders[tier], holding.sizes[tier]
+                size_bytes = holding.sizes.pop(tier)
+                del holding.num_holders[tier]
+                if self._observer is not None:
+                    self._observer.note_left(digest, tier, size_bytes)
                 holding.pinned.discard(tier)
             if not holding.sizes:
                 del self._holdings[digest]

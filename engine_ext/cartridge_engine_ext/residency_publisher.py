@@ -87,6 +87,8 @@ class ResidencyPublisher:
         self._noted = 0
         self._written = 0
         self._must_publish_all = True
+        self._is_draining = False
+        self._must_renew = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="residency-publisher", daemon=True)
 
@@ -135,6 +137,13 @@ class ResidencyPublisher:
             self._noted += 1
             self._condition.notify_all()
 
+    def set_draining(self, *, is_draining: bool) -> None:
+        """Say in the lease, soon, whether the replica takes new requests with Cartridges."""
+        with self._condition:
+            self._is_draining = is_draining
+            self._must_renew = True
+            self._condition.notify_all()
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything noted so far is written; False when time ran out."""
         with self._condition:
@@ -169,7 +178,9 @@ class ResidencyPublisher:
         while True:
             with self._condition:
                 self._condition.wait_for(
-                    lambda: self._is_stopping or self._changes or self._receipts,
+                    lambda: (
+                        self._is_stopping or self._changes or self._receipts or self._must_renew
+                    ),
                     max(0.0, next_heartbeat_s - time.monotonic()),
                 )
                 if self._is_stopping:
@@ -193,6 +204,7 @@ class ResidencyPublisher:
             noted = self._noted
             changes, receipts = list(self._changes), list(self._receipts)
             records, seq = dict(self._records), self._seq
+            self._must_renew = False
         pipeline = self._client.pipeline(transaction=True)
         if self._must_publish_all:
             # Rows of an earlier boot go in the same transaction that brings the new ones.
@@ -248,6 +260,7 @@ class ResidencyPublisher:
             engine=self._engine,
             engine_version=self._engine_version,
             control_address=self._control_address,
+            is_draining=self._is_draining,
         )
         pipeline.set(
             lease_key(self.replica), seal(registration, self._key), px=int(self._lease_s * 1000)

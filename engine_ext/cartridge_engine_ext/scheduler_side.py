@@ -8,13 +8,13 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cartridge_engine_ext.artifact_pool import Artifact, ArtifactPool
+from cartridge_engine_ext.dram_tier import Artifact, DramTier
 from cartridge_engine_ext.errors import Refusal
 from cartridge_engine_ext.first_load_probe import ProbeVerdict
 from cartridge_engine_ext.hbm_census import HbmCensus
@@ -43,7 +43,7 @@ from cartridge_proto.composition import (
 )
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import Manifest
-from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_RECEIPT, FIELD_SELF_TEST
+from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_KV_HINTS, FIELD_RECEIPT, FIELD_SELF_TEST
 from cartridge_proto.residency import (
     Epoch,
     FailureReason,
@@ -69,6 +69,9 @@ class _VirtualRequest:
     message: CompositionMessage
     received_s: float
     tiers: dict[str, Tier]
+    trace_headers: Mapping[str, str] | None = None
+    received_ns: int = field(default_factory=time.time_ns)
+    ready_ns: int | None = None
     refusal: Refusal | None = None
     is_proof: bool = False
     """A request of the engine to itself: a self-test or a probe."""
@@ -106,6 +109,8 @@ class _Doomed:
 
     request_id: str
     refusal: Refusal
+    trace_headers: Mapping[str, str] | None
+    received_ns: int = field(default_factory=time.time_ns)
 
 
 @dataclass
@@ -132,13 +137,27 @@ class SelfTestGate:
     """Why keys cannot be moved along the sequence on this engine; `None` when they can."""
 
 
+@dataclass(frozen=True)
+class EndedPrefix:
+    """A request that had, or asked for, a virtual prefix, and is over. Unix times.
+
+    `message` is `None` when there was none that could be read.
+    """
+
+    receipt: Receipt
+    message: CompositionMessage | None
+    trace_headers: Mapping[str, str] | None
+    start_ns: int
+    ready_ns: int
+
+
 class SchedulerSide:
     """One per engine; called by vLLM's scheduler on its thread only."""
 
     def __init__(
         self,
         *,
-        pool: ArtifactPool,
+        pool: DramTier,
         engine: EngineIdentity,
         replica: ReplicaId,
         epoch: Epoch,
@@ -146,7 +165,8 @@ class SchedulerSide:
         gate: SelfTestGate,
         census: HbmCensus,
         verdict_of: Callable[[Digest, Manifest], ProbeVerdict | None],
-        publish_receipt: Callable[[Receipt], None],
+        hints: Callable[[object], None],
+        on_ended: Callable[[EndedPrefix], None],
         on_captured: Callable[[dict[int, Captured]], None],
     ) -> None:
         self._pool = pool
@@ -157,7 +177,9 @@ class SchedulerSide:
         self._gate = gate
         self._census = census
         self._verdict_of = verdict_of
-        self._publish_receipt = publish_receipt
+        self._take_hints = hints
+        self._on_ended = on_ended
+        self._is_draining = False
         self._on_captured = on_captured
         self._tracked: dict[str, _Tracked] = {}
         self._loading: dict[str, str] = {}
@@ -171,6 +193,8 @@ class SchedulerSide:
             return
         if FIELD_SELF_TEST in params:
             self._track_capture(request, params[FIELD_SELF_TEST])
+        if FIELD_KV_HINTS in params:
+            self._take_hints(params[FIELD_KV_HINTS])
         if FIELD_CARTRIDGES not in params:
             return
         try:
@@ -248,20 +272,51 @@ class SchedulerSide:
         if tracked is None:
             return None
         receipt: Receipt | None = None
-        if isinstance(tracked, _Doomed):
-            receipt = self._refused_receipt(tracked)
-        elif isinstance(tracked, _VirtualRequest):
+        if isinstance(tracked, _VirtualRequest):
             tracked.has_error = str(request.get_finished_reason()) == "error"
             if tracked.is_loading:
                 # Workers still read its artifacts: the rest when they have ended.
                 return None
-            self._release(tracked)
-            receipt = self._receipt(tracked, has_error=tracked.has_error)
+            receipt = self._end(tracked, has_error=tracked.has_error)
+        elif isinstance(tracked, _Doomed):
+            receipt = self._refused_receipt(tracked)
+            now_ns = time.time_ns()
+            self._on_ended(
+                EndedPrefix(receipt, None, tracked.trace_headers, tracked.received_ns, now_ns)
+            )
         del self._tracked[request.request_id]
-        if receipt is None:
-            return None
-        self._publish_receipt(receipt)
-        return {FIELD_RECEIPT: msgspec.to_builtins(receipt)}
+        return None if receipt is None else {FIELD_RECEIPT: msgspec.to_builtins(receipt)}
+
+    # --- draining, from any thread -------------------------------------------------------------
+    def drain(self) -> None:
+        """Take no more requests with Cartridges."""
+        self._is_draining = True
+
+    def resume(self) -> None:
+        """Take them again."""
+        self._is_draining = False
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether none is taken."""
+        return self._is_draining
+
+    def is_drained(self) -> bool:
+        """Whether none is taken and none is left."""
+        return self._is_draining and not self._tracked
+
+    def _end(self, tracked: _VirtualRequest, *, has_error: bool) -> Receipt | None:
+        """A request and its last load are over."""
+        self._release(tracked)
+        receipt = self._receipt(tracked, has_error=has_error)
+        if receipt is not None and not tracked.is_proof:
+            ready_ns = tracked.ready_ns or time.time_ns()
+            self._on_ended(
+                EndedPrefix(
+                    receipt, tracked.message, tracked.trace_headers, tracked.received_ns, ready_ns
+                )
+            )
+        return receipt
 
     def _acquire(self, tracked: _VirtualRequest) -> None:
         if tracked.is_acquired:
@@ -297,7 +352,11 @@ class SchedulerSide:
         self._check_request(request, params, message)
         num_tokens = message.num_tokens
         tracked = _VirtualRequest(
-            message, time.monotonic(), {}, is_proof=self._is_self_test(params)
+            message,
+            time.monotonic(),
+            {},
+            trace_headers=request.trace_headers,
+            is_proof=self._is_self_test(params),
         )
         self._tracked[request.request_id] = tracked
         tracked.was_in_hbm = self._census.is_whole(Digest(message.composition))
@@ -316,6 +375,8 @@ class SchedulerSide:
     ) -> None:
         if not (self._gate.is_open or self._is_self_test(params)):
             raise Refusal(FailureReason.NOT_READY, "the boot self-test has not passed")
+        if self._is_draining:
+            raise Refusal(FailureReason.NOT_READY, "this replica is being drained")
         if request.cache_salt != cache_salt(Digest(message.composition)):
             raise Refusal(
                 FailureReason.INVALID_MESSAGE, "cache_salt is not the composition identity"
@@ -346,7 +407,7 @@ class SchedulerSide:
         before = self._tracked.get(request.request_id)
         if isinstance(before, _VirtualRequest):
             self._release(before)
-        self._tracked[request.request_id] = _Doomed(request_id, refusal)
+        self._tracked[request.request_id] = _Doomed(request_id, refusal, request.trace_headers)
         request.prompt_token_ids = [0, 0]
         request.num_prompt_tokens = 2
         request._all_token_ids[:] = [0, 0]  # noqa: SLF001
@@ -371,6 +432,9 @@ class SchedulerSide:
         self._acquire(tracked)
         artifacts = [self._pool.poll(digest) for digest in tracked.digests]
         ready = [artifact for artifact in artifacts if artifact is not None]
+        for artifact in ready:
+            if tracked.tiers[artifact.digest] is not Tier.DRAM:
+                tracked.tiers[artifact.digest] = artifact.loaded_from
         if len(ready) < len(artifacts):
             self._check_deadline(tracked, "not loaded")
             return False
@@ -417,6 +481,7 @@ class SchedulerSide:
             tracked.num_reused_tokens = start
         self._count(request, tracked)
         if num_external_tokens == 0:
+            tracked.ready_ns = tracked.ready_ns or time.time_ns()
             return
         if tracked.refusal is not None:
             self._plan.failures.append(request.request_id)
@@ -450,6 +515,7 @@ class SchedulerSide:
     def _end_load(self, request_id: str, tracked: _VirtualRequest) -> None:
         """All workers have ended the load of a request."""
         tracked.is_loading = False
+        tracked.ready_ns = time.time_ns()
         for salt in [salt for salt, loader in self._loading.items() if loader == request_id]:
             del self._loading[salt]
         result, tracked.result = tracked.result, None
@@ -459,11 +525,8 @@ class SchedulerSide:
             if result.error is not None:
                 tracked.refusal = Refusal(FailureReason.INTERNAL, result.error)
         if tracked.has_error is not None:
-            self._release(tracked)
+            self._end(tracked, has_error=tracked.has_error)
             del self._tracked[request_id]
-            receipt = self._receipt(tracked, has_error=tracked.has_error)
-            if receipt is not None:
-                self._publish_receipt(receipt)
 
     # --- receipts --------------------------------------------------------------------------------
     def _receipt(self, tracked: _VirtualRequest, *, has_error: bool) -> Receipt | None:

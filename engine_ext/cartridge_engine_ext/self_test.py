@@ -79,12 +79,22 @@ class Answer:
     logprobs: tuple[float, ...]
 
 
-def self_test_prompt(vocab_size: int, block_size: int) -> tuple[list[int], list[int]]:
-    """A prefix of one block and a few tokens more, and a live prompt; the same on every boot."""
+def quick_lengths(block_size: int) -> list[int]:
+    """One prefix: a block and a few tokens more. For versions of vLLM that were proven."""
+    return [block_size + 5]
+
+
+def full_lengths(block_size: int) -> list[int]:
+    """Prefixes around the edges of blocks. For versions of vLLM that nobody has tried yet."""
+    return [2, block_size - 1, block_size, block_size + 1, 2 * block_size + 5]
+
+
+def self_test_prompt(vocab_size: int, num_tokens: int) -> tuple[list[int], list[int]]:
+    """A prefix of `num_tokens` and a live prompt; the same on every boot."""
     generator = random.Random(_SEED)  # noqa: S311 - reproducible on purpose
     ids = [
         generator.randrange(vocab_size // 10, vocab_size)
-        for _ in range(block_size + 5 + NUM_LIVE_TOKENS)
+        for _ in range(num_tokens + NUM_LIVE_TOKENS)
     ]
     return ids[:-NUM_LIVE_TOKENS], ids[-NUM_LIVE_TOKENS:]
 
@@ -93,6 +103,7 @@ def run_self_test(
     *,
     engine: EngineIdentity,
     vocab_size: int,
+    num_tokens: int,
     complete: Callable[[list[int], dict[str, Any]], Answer],
     capture: Callable[[list[int], int], tuple[Answer, Captured]],
     adopt: Callable[[Artifact], None],
@@ -104,6 +115,7 @@ def run_self_test(
     Args:
         engine: what is tested.
         vocab_size: token ids are drawn below it.
+        num_tokens: length of the prefix, at least 2.
         complete: answers a prompt behind the prefix of a `kv_transfer_params.cartridges`.
         capture: answers a prompt and reads its first positions back from the KV cache.
         adopt: makes an artifact usable on this engine.
@@ -113,7 +125,7 @@ def run_self_test(
     Raises:
         SelfTestFailed: the answers differ, or a damaged prefix was not noticed.
     """
-    prefix, live = self_test_prompt(vocab_size, engine.block_size)
+    prefix, live = self_test_prompt(vocab_size, num_tokens)
     ordinary, captured = capture(prefix + live, len(prefix))
     dtype = DTYPE_NAMES.get(captured[0][0].dtype)
     if dtype is None:

@@ -81,6 +81,8 @@ class Registration(_Record, frozen=True, kw_only=True):
     engine: EngineIdentity
     engine_version: Annotated[str, msgspec.Meta(max_length=64)]
     control_address: Annotated[str, msgspec.Meta(max_length=256)] | None
+    is_draining: bool = False
+    """Takes no new requests with Cartridges."""
 
 
 class ReceiptStatus(StrEnum):

@@ -160,6 +160,8 @@ class Placer:
         if registration is None:
             self._check_unregistered(replica)
         else:
+            if registration.is_draining:
+                raise _Hindrance("is being drained")
             for cartridge in selection.cartridges:
                 mismatches = incompatibilities(cartridge.manifest, registration.engine)
                 if mismatches:

@@ -199,3 +199,20 @@ def test_vllms_pool_has_what_is_used(name: str) -> None:
         for pool in (BlockPool, FakeBlockPool)
     )
     assert theirs == ours
+
+
+def test_kept_as_soon_as_it_is_whole(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """A wish is kept until the prefix comes, and taken back by `unpin`."""
+    for composition in (ONE, OTHER):
+        census.keep(composition)
+        census.enter(composition, HASHES, [])
+    census.unpin(OTHER)
+    census.update()
+    blocks.hold(HASHES)
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, True), OTHER: (300, False)}
+    census.keep(OTHER)
+    census.update()
+    assert blocks.references.total() == 3  # beyond the budget

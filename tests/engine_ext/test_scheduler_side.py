@@ -21,13 +21,18 @@ from cartridge_engine_ext.first_load_probe import PASSED, ProbeVerdict
 from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.load_plan import Capture, Load, LoadReport, LoadResult
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
-from cartridge_engine_ext.scheduler_side import SchedulerSide, SelfTestGate
+from cartridge_engine_ext.scheduler_side import EndedPrefix, SchedulerSide, SelfTestGate
 from cartridge_engine_ext.virtual_prefix import num_blocks
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import OnMiss, cache_salt
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import Manifest, PositionLayout
-from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_RECEIPT, FIELD_SELF_TEST
+from cartridge_proto.names import (
+    FIELD_CARTRIDGES,
+    FIELD_KV_HINTS,
+    FIELD_RECEIPT,
+    FIELD_SELF_TEST,
+)
 from cartridge_proto.residency import (
     Epoch,
     FailureReason,
@@ -71,11 +76,17 @@ class Engine:
     pool: ArtifactPool
     gate: SelfTestGate
     side: SchedulerSide
-    receipts: list[Receipt]
+    ended: list[EndedPrefix]
     ledger: ResidencyLedger
     blocks: FakeBlockPool
     verdicts: dict[Digest, ProbeVerdict | None]
+    hints: list[object]
     captured: list[Any] = field(default_factory=list)
+
+    @property
+    def receipts(self) -> list[Receipt]:
+        """Of all requests that are over."""
+        return [ended.receipt for ended in self.ended]
 
     def put(self, **sample: Any) -> tuple[Digest, Manifest]:
         """Store a sample artifact."""
@@ -157,7 +168,8 @@ def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterat
     store = ObservedStore(store_dir)
     pool = ArtifactPool(store=store, engine=identity, capacity_bytes=1 << 20, num_loaders=2)
     gate = SelfTestGate(token=TOKEN, is_open=True, immovable=None)
-    receipts: list[Receipt] = []
+    ended: list[EndedPrefix] = []
+    hints: list[object] = []
     captured: list[Any] = []
     ledger = ResidencyLedger()
     blocks = FakeBlockPool()
@@ -173,10 +185,11 @@ def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterat
         gate=gate,
         census=census,
         verdict_of=lambda digest, manifest: verdicts.get(digest, PASSED),
-        publish_receipt=receipts.append,
+        hints=hints.append,
+        on_ended=ended.append,
         on_captured=captured.append,
     )
-    yield Engine(store, pool, gate, side, receipts, ledger, blocks, verdicts, captured)
+    yield Engine(store, pool, gate, side, ended, ledger, blocks, verdicts, hints, captured)
     store.gate.set()
     pool.close()
 
@@ -742,7 +755,10 @@ def test_before_the_self_test_everybody_else_is_refused(engine: Engine) -> None:
     assert request.kv_transfer_params is not None
     request.kv_transfer_params[FIELD_SELF_TEST] = {"token": TOKEN, "num_tokens": 0}
     engine.run(request)
-    assert engine.end(request).status is ReceiptStatus.SERVED
+    answer = engine.side.finish(request)
+    assert answer is not None
+    assert answer[FIELD_RECEIPT]["status"] == ReceiptStatus.SERVED
+    assert engine.receipts == [receipt]  # the engine's own requests are told to nobody
 
 
 @pytest.mark.parametrize("token", ["guess", TOKEN[:-1], "", "é", "\ud800", 7, None])
@@ -772,3 +788,59 @@ def test_the_self_test_reads_positions_back_once(engine: Engine) -> None:
     engine.side.take_output(LoadReport(captured={request.request_id: {0: []}}), [])
     assert engine.captured == [{0: []}]
     assert engine.side.finish(request) is None
+
+
+# --- hints, draining, traces ---------------------------------------------------------------------
+def test_hints_of_any_request_are_taken(engine: Engine) -> None:
+    """With Cartridges or without; they change nothing else of the request."""
+    request = FakeRequest({FIELD_KV_HINTS: {"message_id": "m"}})
+    engine.side.on_new_request(request)
+    assert engine.hints == [{"message_id": "m"}]
+    assert request.all_token_ids == LIVE
+
+
+def test_draining(engine: Engine) -> None:
+    """What runs is served, what comes is refused, until it is resumed."""
+    artifact = engine.put()
+    running = request_with(message_of([artifact]))
+    engine.run(running)
+    engine.side.drain()
+    assert (engine.side.is_draining, engine.side.is_drained()) == (True, False)
+    late = request_with(message_of([artifact]))
+    engine.side.on_new_request(late)
+    late.finished_reason = "error"
+    receipt = engine.end(late)
+    assert (receipt.reason, receipt.detail) == (
+        FailureReason.NOT_READY,
+        "this replica is being drained",
+    )
+    assert engine.end(running).status is ReceiptStatus.SERVED
+    assert engine.side.is_drained()
+    engine.side.resume()
+    assert (engine.side.is_draining, engine.side.is_drained()) == (False, False)
+    again = request_with(message_of([artifact]))
+    engine.run(again)
+    assert engine.end(again).status is ReceiptStatus.SERVED
+
+
+def test_what_is_told_of_a_prefix_that_is_over(engine: Engine) -> None:
+    """Message, trace and times: from arrival to the end of the load, before the answer's end."""
+    headers = {"traceparent": "00-1-2-01"}
+    request = request_with(message_of([engine.put(num_tokens=20)]), trace_headers=headers)
+    before_ns = time.time_ns()
+    engine.run(request)
+    ready_ns = time.time_ns()
+    engine.end(request)
+    (ended,) = engine.ended
+    assert ended.message is not None
+    assert ended.message.request_id == "req-1"
+    assert ended.trace_headers == headers
+    assert before_ns <= ended.start_ns <= ended.ready_ns <= ready_ns
+
+
+def test_a_refused_request_is_told_with_its_trace(engine: Engine) -> None:
+    """Also one whose message could not be read."""
+    headers = {"traceparent": "00-1-2-01"}
+    engine.refused(FakeRequest({FIELD_CARTRIDGES: {}}, trace_headers=headers))
+    (ended,) = engine.ended
+    assert (ended.message, ended.trace_headers) == (None, headers)

@@ -8,6 +8,9 @@ import msgspec
 import pytest
 import torch
 
+import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is imported
+
+# isort: split
 from cartridge_engine_ext.artifact_pool import Artifact, tensor_view
 from cartridge_engine_ext.errors import SelfTestFailed
 from cartridge_engine_ext.load_plan import Captured
@@ -19,6 +22,8 @@ from cartridge_engine_ext.self_test import (
     TOLERANCES,
     Answer,
     Verdict,
+    full_lengths,
+    quick_lengths,
     run_self_test,
     self_test_prompt,
 )
@@ -131,12 +136,13 @@ class FakeEngine:
         """Take it away."""
         self.adopted.pop(digest).close()
 
-    def run(self) -> Verdict:
+    def run(self, num_tokens: int | None = None) -> Verdict:
         """The self-test of this engine; nothing may stay adopted."""
         try:
             return run_self_test(
                 engine=ENGINE,
                 vocab_size=VOCAB_SIZE,
+                num_tokens=num_tokens or quick_lengths(ENGINE.block_size)[0],
                 complete=self.complete,
                 capture=self.capture,
                 adopt=self.adopt,
@@ -152,6 +158,15 @@ class FakeEngine:
 def test_a_right_engine_passes(dtype: torch.dtype) -> None:
     """An engine that injects what it read back answers alike, in every KV dtype."""
     assert FakeEngine(dtype).run() == Verdict(0.0, None)
+
+
+def test_an_untried_vllm_is_tested_at_every_block_edge() -> None:
+    """All lengths of the full self-test can be run, and the quick one's kind is among them."""
+    lengths = full_lengths(ENGINE.block_size)
+    assert min(lengths) >= 2
+    assert {length % ENGINE.block_size for length in lengths} >= {0, 1, ENGINE.block_size - 1}
+    for num_tokens in lengths:
+        assert FakeEngine().run(num_tokens) == Verdict(0.0, None)
 
 
 def shifted(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,8 +245,8 @@ def test_an_unknown_cache_dtype_fails() -> None:
 # --- what is sent --------------------------------------------------------------------------------
 def test_the_prompts_are_the_same_on_every_boot() -> None:
     """A prefix of one block and a little more, and a live prompt, of ids within the vocabulary."""
-    prefix, live = self_test_prompt(VOCAB_SIZE, 16)
-    assert (prefix, live) == self_test_prompt(VOCAB_SIZE, 16)
+    prefix, live = self_test_prompt(VOCAB_SIZE, 21)
+    assert (prefix, live) == self_test_prompt(VOCAB_SIZE, 21)
     assert (len(prefix), len(live)) == (21, NUM_LIVE_TOKENS)
     assert all(0 <= token < VOCAB_SIZE for token in prefix + live)
 
@@ -249,6 +264,7 @@ def test_its_messages_and_artifacts_are_valid() -> None:
     run_self_test(
         engine=ENGINE,
         vocab_size=VOCAB_SIZE,
+        num_tokens=quick_lengths(ENGINE.block_size)[0],
         complete=engine.complete,
         capture=engine.capture,
         adopt=remember,

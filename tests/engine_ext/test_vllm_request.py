@@ -54,7 +54,8 @@ def side(tmp_path: Path) -> Iterator[SchedulerSide]:
         gate=SelfTestGate(is_open=True, immovable=None),
         verdict_of=lambda digest, manifest: PASSED,
         census=HbmCensus(ResidencyLedger(), group_ids=[0], block_bytes=1, pinned_fraction=0.0),
-        publish_receipt=lambda receipt: None,
+        hints=lambda value: None,
+        on_ended=lambda ended: None,
         on_captured=lambda tensors: None,
     )
     pool.close()

@@ -24,57 +24,59 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n cartridge_proto/v1/control.proto\x12\x0c\x63\x61rtridge.v1\"\xba\x01\n\x08Resident\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.cartridge.v1.Tier\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06pinned\x18\x04 \x01(\x08\x12\x11\n\tnum_users\x18\x05 \x01(\r\x12\x0f\n\x07loading\x18\x06 \x01(\x08\x12!\n\x05tiers\x18\x07 \x03(\x0e\x32\x12.cartridge.v1.Tier\x12\x11\n\tpinned_by\x18\x08 \x03(\t\"\x11\n\x0f\x44\x65scribeRequest\"\xa3\x02\n\x10\x44\x65scribeResponse\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x03 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0b\x65ngine_json\x18\x06 \x01(\x0c\x12)\n\tresidents\x18\x07 \x03(\x0b\x32\x16.cartridge.v1.Resident\x12\x1b\n\x13\x64ram_capacity_bytes\x18\x08 \x01(\x04\x12\x17\n\x0f\x64ram_used_bytes\x18\t \x01(\x04\x12\x1f\n\x17\x64ram_pinned_limit_bytes\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x0f\n\x07\x64rained\x18\x0c \x01(\x08\" \n\rLookupRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\";\n\x0eLookupResponse\x12)\n\tresidents\x18\x01 \x03(\x0b\x32\x16.cartridge.v1.Resident\"\x89\x01\n\x0fPrefetchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\r\x12\x0f\n\x07no_wait\x18\x04 \x01(\x08\x12\x1b\n\x0e\x65xpected_in_ms\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_expected_in_ms\"L\n\x10PrefetchResponse\x12(\n\x08resident\x18\x01 \x01(\x0b\x32\x16.cartridge.v1.Resident\x12\x0e\n\x06load_s\x18\x02 \x01(\x01\"b\n\nPinRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12 \n\x04tier\x18\x03 \x01(\x0e\x32\x12.cartridge.v1.Tier\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"7\n\x0bPinResponse\x12(\n\x08resident\x18\x01 \x01(\x0b\x32\x16.cartridge.v1.Resident\"O\n\x0cUnpinRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12 \n\x04tier\x18\x03 \x01(\x0e\x32\x12.cartridge.v1.Tier\"1\n\rUnpinResponse\x12\x10\n\x08unpinned\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"d\n\x0bMoveRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x1e\n\x02to\x18\x02 \x01(\x0e\x32\x12.cartridge.v1.Tier\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\r\"8\n\x0cMoveResponse\x12(\n\x08resident\x18\x01 \x01(\x0b\x32\x16.cartridge.v1.Resident\"\x1e\n\x0c\x45victRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"0\n\rEvictResponse\x12\x0f\n\x07\x65victed\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\" \n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x0e\n\x0cWatchRequest\"U\n\nWatchEvent\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12(\n\x08resident\x18\x02 \x01(\x0b\x32\x16.cartridge.v1.Resident\x12\x0e\n\x06synced\x18\x03 \x01(\x08*Y\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_HBM\x10\x01\x12\r\n\tTIER_DRAM\x10\x02\x12\r\n\tTIER_NVME\x10\x03\x12\x0f\n\x0bTIER_REMOTE\x10\x04\x32\xb4\x05\n\x10\x43\x61rtridgeControl\x12I\n\x08\x44\x65scribe\x12\x1d.cartridge.v1.DescribeRequest\x1a\x1e.cartridge.v1.DescribeResponse\x12\x43\n\x06Lookup\x12\x1b.cartridge.v1.LookupRequest\x1a\x1c.cartridge.v1.LookupResponse\x12I\n\x08Prefetch\x12\x1d.cartridge.v1.PrefetchRequest\x1a\x1e.cartridge.v1.PrefetchResponse\x12:\n\x03Pin\x12\x18.cartridge.v1.PinRequest\x1a\x19.cartridge.v1.PinResponse\x12@\n\x05Unpin\x12\x1a.cartridge.v1.UnpinRequest\x1a\x1b.cartridge.v1.UnpinResponse\x12=\n\x04Move\x12\x19.cartridge.v1.MoveRequest\x1a\x1a.cartridge.v1.MoveResponse\x12@\n\x05\x45vict\x12\x1a.cartridge.v1.EvictRequest\x1a\x1b.cartridge.v1.EvictResponse\x12@\n\x05\x44rain\x12\x1a.cartridge.v1.DrainRequest\x1a\x1b.cartridge.v1.DrainResponse\x12\x43\n\x06Resume\x12\x1b.cartridge.v1.ResumeRequest\x1a\x1c.cartridge.v1.ResumeResponse\x12?\n\x05Watch\x12\x1a.cartridge.v1.WatchRequest\x1a\x18.cartridge.v1.WatchEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n cartridge_proto/v1/control.proto\x12\x0c\x63\x61rtridge.v1\"\xba\x01\n\x08Resident\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12 \n\x04tier\x18\x02 \x01(\x0e\x32\x12.cartridge.v1.Tier\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06pinned\x18\x04 \x01(\x08\x12\x11\n\tnum_users\x18\x05 \x01(\r\x12\x0f\n\x07loading\x18\x06 \x01(\x08\x12!\n\x05tiers\x18\x07 \x03(\x0e\x32\x12.cartridge.v1.Tier\x12\x11\n\tpinned_by\x18\x08 \x03(\t\"\x11\n\x0f\x44\x65scribeRequest\",\n\nQuarantine\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xd2\x02\n\x10\x44\x65scribeResponse\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x03 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0b\x65ngine_json\x18\x06 \x01(\x0c\x12)\n\tresidents\x18\x07 \x03(\x0b\x32\x16.cartridge.v1.Resident\x12\x1b\n\x13\x64ram_capacity_bytes\x18\x08 \x01(\x04\x12\x17\n\x0f\x64ram_used_bytes\x18\t \x01(\x04\x12\x1f\n\x17\x64ram_pinned_limit_bytes\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x0f\n\x07\x64rained\x18\x0c \x01(\x08\x12-\n\x0bquarantined\x18\r \x03(\x0b\x32\x18.cartridge.v1.Quarantine\" \n\rLookupRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\";\n\x0eLookupResponse\x12)\n\tresidents\x18\x01 \x03(\x0b\x32\x16.cartridge.v1.Resident\"\x89\x01\n\x0fPrefetchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\r\x12\x0f\n\x07no_wait\x18\x04 \x01(\x08\x12\x1b\n\x0e\x65xpected_in_ms\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_expected_in_ms\"L\n\x10PrefetchResponse\x12(\n\x08resident\x18\x01 \x01(\x0b\x32\x16.cartridge.v1.Resident\x12\x0e\n\x06load_s\x18\x02 \x01(\x01\"b\n\nPinRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12 \n\x04tier\x18\x03 \x01(\x0e\x32\x12.cartridge.v1.Tier\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"7\n\x0bPinResponse\x12(\n\x08resident\x18\x01 \x01(\x0b\x32\x16.cartridge.v1.Resident\"O\n\x0cUnpinRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12 \n\x04tier\x18\x03 \x01(\x0e\x32\x12.cartridge.v1.Tier\"1\n\rUnpinResponse\x12\x10\n\x08unpinned\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"d\n\x0bMoveRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x1e\n\x02to\x18\x02 \x01(\x0e\x32\x12.cartridge.v1.Tier\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\r\"8\n\x0cMoveResponse\x12(\n\x08resident\x18\x01 \x01(\x0b\x32\x16.cartridge.v1.Resident\"\x1e\n\x0c\x45victRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"0\n\rEvictResponse\x12\x0f\n\x07\x65victed\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\" \n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x0e\n\x0cWatchRequest\"U\n\nWatchEvent\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12(\n\x08resident\x18\x02 \x01(\x0b\x32\x16.cartridge.v1.Resident\x12\x0e\n\x06synced\x18\x03 \x01(\x08*Y\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_HBM\x10\x01\x12\r\n\tTIER_DRAM\x10\x02\x12\r\n\tTIER_NVME\x10\x03\x12\x0f\n\x0bTIER_REMOTE\x10\x04\x32\xb4\x05\n\x10\x43\x61rtridgeControl\x12I\n\x08\x44\x65scribe\x12\x1d.cartridge.v1.DescribeRequest\x1a\x1e.cartridge.v1.DescribeResponse\x12\x43\n\x06Lookup\x12\x1b.cartridge.v1.LookupRequest\x1a\x1c.cartridge.v1.LookupResponse\x12I\n\x08Prefetch\x12\x1d.cartridge.v1.PrefetchRequest\x1a\x1e.cartridge.v1.PrefetchResponse\x12:\n\x03Pin\x12\x18.cartridge.v1.PinRequest\x1a\x19.cartridge.v1.PinResponse\x12@\n\x05Unpin\x12\x1a.cartridge.v1.UnpinRequest\x1a\x1b.cartridge.v1.UnpinResponse\x12=\n\x04Move\x12\x19.cartridge.v1.MoveRequest\x1a\x1a.cartridge.v1.MoveResponse\x12@\n\x05\x45vict\x12\x1a.cartridge.v1.EvictRequest\x1a\x1b.cartridge.v1.EvictResponse\x12@\n\x05\x44rain\x12\x1a.cartridge.v1.DrainRequest\x1a\x1b.cartridge.v1.DrainResponse\x12\x43\n\x06Resume\x12\x1b.cartridge.v1.ResumeRequest\x1a\x1c.cartridge.v1.ResumeResponse\x12?\n\x05Watch\x12\x1a.cartridge.v1.WatchRequest\x1a\x18.cartridge.v1.WatchEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cartridge_proto.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=1605
-  _globals['_TIER']._serialized_end=1694
+  _globals['_TIER']._serialized_start=1698
+  _globals['_TIER']._serialized_end=1787
   _globals['_RESIDENT']._serialized_start=51
   _globals['_RESIDENT']._serialized_end=237
   _globals['_DESCRIBEREQUEST']._serialized_start=239
   _globals['_DESCRIBEREQUEST']._serialized_end=256
-  _globals['_DESCRIBERESPONSE']._serialized_start=259
-  _globals['_DESCRIBERESPONSE']._serialized_end=550
-  _globals['_LOOKUPREQUEST']._serialized_start=552
-  _globals['_LOOKUPREQUEST']._serialized_end=584
-  _globals['_LOOKUPRESPONSE']._serialized_start=586
-  _globals['_LOOKUPRESPONSE']._serialized_end=645
-  _globals['_PREFETCHREQUEST']._serialized_start=648
-  _globals['_PREFETCHREQUEST']._serialized_end=785
-  _globals['_PREFETCHRESPONSE']._serialized_start=787
-  _globals['_PREFETCHRESPONSE']._serialized_end=863
-  _globals['_PINREQUEST']._serialized_start=865
-  _globals['_PINREQUEST']._serialized_end=963
-  _globals['_PINRESPONSE']._serialized_start=965
-  _globals['_PINRESPONSE']._serialized_end=1020
-  _globals['_UNPINREQUEST']._serialized_start=1022
-  _globals['_UNPINREQUEST']._serialized_end=1101
-  _globals['_UNPINRESPONSE']._serialized_start=1103
-  _globals['_UNPINRESPONSE']._serialized_end=1152
-  _globals['_MOVEREQUEST']._serialized_start=1154
-  _globals['_MOVEREQUEST']._serialized_end=1254
-  _globals['_MOVERESPONSE']._serialized_start=1256
-  _globals['_MOVERESPONSE']._serialized_end=1312
-  _globals['_EVICTREQUEST']._serialized_start=1314
-  _globals['_EVICTREQUEST']._serialized_end=1344
-  _globals['_EVICTRESPONSE']._serialized_start=1346
-  _globals['_EVICTRESPONSE']._serialized_end=1394
-  _globals['_DRAINREQUEST']._serialized_start=1396
-  _globals['_DRAINREQUEST']._serialized_end=1431
-  _globals['_DRAINRESPONSE']._serialized_start=1433
-  _globals['_DRAINRESPONSE']._serialized_end=1465
-  _globals['_RESUMEREQUEST']._serialized_start=1467
-  _globals['_RESUMEREQUEST']._serialized_end=1482
-  _globals['_RESUMERESPONSE']._serialized_start=1484
-  _globals['_RESUMERESPONSE']._serialized_end=1500
-  _globals['_WATCHREQUEST']._serialized_start=1502
-  _globals['_WATCHREQUEST']._serialized_end=1516
-  _globals['_WATCHEVENT']._serialized_start=1518
-  _globals['_WATCHEVENT']._serialized_end=1603
-  _globals['_CARTRIDGECONTROL']._serialized_start=1697
-  _globals['_CARTRIDGECONTROL']._serialized_end=2389
+  _globals['_QUARANTINE']._serialized_start=258
+  _globals['_QUARANTINE']._serialized_end=302
+  _globals['_DESCRIBERESPONSE']._serialized_start=305
+  _globals['_DESCRIBERESPONSE']._serialized_end=643
+  _globals['_LOOKUPREQUEST']._serialized_start=645
+  _globals['_LOOKUPREQUEST']._serialized_end=677
+  _globals['_LOOKUPRESPONSE']._serialized_start=679
+  _globals['_LOOKUPRESPONSE']._serialized_end=738
+  _globals['_PREFETCHREQUEST']._serialized_start=741
+  _globals['_PREFETCHREQUEST']._serialized_end=878
+  _globals['_PREFETCHRESPONSE']._serialized_start=880
+  _globals['_PREFETCHRESPONSE']._serialized_end=956
+  _globals['_PINREQUEST']._serialized_start=958
+  _globals['_PINREQUEST']._serialized_end=1056
+  _globals['_PINRESPONSE']._serialized_start=1058
+  _globals['_PINRESPONSE']._serialized_end=1113
+  _globals['_UNPINREQUEST']._serialized_start=1115
+  _globals['_UNPINREQUEST']._serialized_end=1194
+  _globals['_UNPINRESPONSE']._serialized_start=1196
+  _globals['_UNPINRESPONSE']._serialized_end=1245
+  _globals['_MOVEREQUEST']._serialized_start=1247
+  _globals['_MOVEREQUEST']._serialized_end=1347
+  _globals['_MOVERESPONSE']._serialized_start=1349
+  _globals['_MOVERESPONSE']._serialized_end=1405
+  _globals['_EVICTREQUEST']._serialized_start=1407
+  _globals['_EVICTREQUEST']._serialized_end=1437
+  _globals['_EVICTRESPONSE']._serialized_start=1439
+  _globals['_EVICTRESPONSE']._serialized_end=1487
+  _globals['_DRAINREQUEST']._serialized_start=1489
+  _globals['_DRAINREQUEST']._serialized_end=1524
+  _globals['_DRAINRESPONSE']._serialized_start=1526
+  _globals['_DRAINRESPONSE']._serialized_end=1558
+  _globals['_RESUMEREQUEST']._serialized_start=1560
+  _globals['_RESUMEREQUEST']._serialized_end=1575
+  _globals['_RESUMERESPONSE']._serialized_start=1577
+  _globals['_RESUMERESPONSE']._serialized_end=1593
+  _globals['_WATCHREQUEST']._serialized_start=1595
+  _globals['_WATCHREQUEST']._serialized_end=1609
+  _globals['_WATCHEVENT']._serialized_start=1611
+  _globals['_WATCHEVENT']._serialized_end=1696
+  _globals['_CARTRIDGECONTROL']._serialized_start=1790
+  _globals['_CARTRIDGECONTROL']._serialized_end=2482
 # @@protoc_insertion_point(module_scope)

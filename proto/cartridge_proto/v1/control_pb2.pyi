@@ -105,6 +105,28 @@ class DescribeRequest(_message.Message):
 Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
 
 @_typing.final
+class Quarantine(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quarantine: _TypeAlias = Quarantine  # noqa: Y015
+
+@_typing.final
 class DescribeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -120,6 +142,7 @@ class DescribeResponse(_message.Message):
     DRAM_PINNED_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     epoch: _builtins.str
     engine_version: _builtins.str
@@ -137,6 +160,10 @@ class DescribeResponse(_message.Message):
     drained: _builtins.bool
     @_builtins.property
     def residents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resident]: ...
+    @_builtins.property
+    def quarantined(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quarantine]:
+        """Artifacts that answered their probe wrongly on this engine build, and serve nobody."""
+
     def __init__(
         self,
         *,
@@ -152,10 +179,11 @@ class DescribeResponse(_message.Message):
         dram_pinned_limit_bytes: _builtins.int = ...,
         draining: _builtins.bool = ...,
         drained: _builtins.bool = ...,
+        quarantined: _abc.Iterable[Global___Quarantine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "draining", b"draining", "dram_capacity_bytes", b"dram_capacity_bytes", "dram_pinned_limit_bytes", b"dram_pinned_limit_bytes", "dram_used_bytes", b"dram_used_bytes", "engine_json", b"engine_json", "engine_version", b"engine_version", "epoch", b"epoch", "ready", b"ready", "reason", b"reason", "replica", b"replica", "residents", b"residents"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "draining", b"draining", "dram_capacity_bytes", b"dram_capacity_bytes", "dram_pinned_limit_bytes", b"dram_pinned_limit_bytes", "dram_used_bytes", b"dram_used_bytes", "engine_json", b"engine_json", "engine_version", b"engine_version", "epoch", b"epoch", "quarantined", b"quarantined", "ready", b"ready", "reason", b"reason", "replica", b"replica", "residents", b"residents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
