@@ -97,8 +97,8 @@ class Distrust(Exception):
 class AgentPool:
     """A `DramTier` over the agent at `path`, and over `own` while the agent is away.
 
-    Give `on_ready` and `on_evict` to both pools alike: an artifact may be in both for a while.
-    Closes `own` with itself.
+    Give `on_ready`, `on_evict` and `on_pin` to both pools alike: an artifact may be in both for a
+    while. Closes `own` with itself.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class AgentPool:
         num_verifiers: int = 2,
         on_ready: Callable[[Digest, int], None] = lambda digest, size_bytes: None,
         on_evict: Callable[[Digest], None] = lambda digest: None,
+        on_pin: Callable[[Digest, bool], None] = lambda digest, is_pinned: None,
     ) -> None:
         self._path = path
         self._name = name
@@ -118,6 +119,7 @@ class AgentPool:
         self._own = own
         self._on_ready = on_ready
         self._on_evict = on_evict
+        self._on_pin = on_pin
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._held: OrderedDict[Digest, _Held] = OrderedDict()
@@ -304,15 +306,18 @@ class AgentPool:
             left_s = max(0.0, end_s - time.monotonic())
             if held.state is _State.OWN:
                 self._own.pin(digest, owner, left_s, priority)
-            else:
-                deadline_ms = _milliseconds(left_s)
-                done = self._question(
-                    lambda request: wire.Pin(request, digest, owner, deadline_ms), left_s
-                )
-                if done.reason is not None:
-                    raise Refusal(done.reason, done.detail)
+                return artifact, load_s
+            deadline_ms = _milliseconds(left_s)
+            done = self._question(
+                lambda request: wire.Pin(request, digest, owner, deadline_ms), left_s
+            )
+            if done.reason is not None:
+                raise Refusal(done.reason, done.detail)
             with self._lock:
                 held.pinned_by.add(owner)
+                is_first = len(held.pinned_by) == 1
+            if is_first:
+                self._on_pin(digest, True)
         finally:
             self.release(digest)
         return artifact, load_s
@@ -321,8 +326,11 @@ class AgentPool:
         """End an owner's pin, in the agent or here; returns whether there was one."""
         with self._lock:
             held = self._held.get(digest)
+            was_last = held is not None and held.pinned_by == {owner}
             if held is not None:
                 held.pinned_by.discard(owner)
+        if was_last:
+            self._on_pin(digest, False)
         was_ours = self._own.unpin(digest, owner)
         if not self.is_linked:
             return was_ours
@@ -601,8 +609,9 @@ class AgentPool:
             for held in list(self._held.values()):
                 if held.link is link and held.state is _State.ASKED and not self._is_closed:
                     self._load_here(held)
-                elif held.link is link:
+                elif held.link is link and held.pinned_by:
                     held.pinned_by.clear()
+                    self._work.put(partial(self._on_pin, held.digest, False))
             for answer in link.answers.values():
                 answer.set_exception(_away())
             link.answers.clear()

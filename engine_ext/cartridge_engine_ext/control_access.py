@@ -61,11 +61,19 @@ class ControlAccess:
         return [] if self.token is None else [_TokenCheck(self.token)]
 
     def add_port(self, server: grpc.Server, address: str) -> int:
-        """Let a server listen; returns the port.
+        """Let a server listen; returns the port. A Unix socket is its user's only.
 
         Raises:
             RuntimeError: the address cannot be had.
         """
+        mask = os.umask(0o177) if address.startswith("unix:") else None
+        try:
+            return self._add_port(server, address)
+        finally:
+            if mask is not None:
+                os.umask(mask)
+
+    def _add_port(self, server: grpc.Server, address: str) -> int:
         if self.tls is None:
             return server.add_insecure_port(address)
         credentials = grpc.ssl_server_credentials(

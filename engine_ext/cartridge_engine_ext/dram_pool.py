@@ -218,7 +218,8 @@ class DramPool:
         entry.deadline_s = max(entry.deadline_s, deadline_s)
         entry.priority = max(entry.priority, priority)
         self._entries.move_to_end(digest)
-        self._changed.notify_all()
+        if entry.state in _UNBEGUN:
+            self._changed.notify_all()
         return entry
 
     def release(self, digest: Digest) -> None:
@@ -233,7 +234,9 @@ class DramPool:
                     del self._entries[digest]
                 elif entry.state in _UNBEGUN and not entry.is_wanted(time.monotonic()):
                     self._settle(entry, _unwanted(digest))
-            self._changed.notify_all()
+                # Loaders sleep through the releases of every request but those that make room.
+                if any(other.state is _State.WAITING for other in self._entries.values()):
+                    self._changed.notify_all()
 
     def poll(self, digest: Digest) -> Artifact | None:
         """The artifact when it is ready, `None` while it loads. Never blocks on I/O.

@@ -53,6 +53,7 @@ class Machine:
     store: ObservedStore
     stack: ExitStack
     announced: list[str] = field(default_factory=list)
+    pinned: list[tuple[Digest, bool]] = field(default_factory=list)
 
     @property
     def socket(self) -> Path:
@@ -78,6 +79,7 @@ class Machine:
             own=own,
             on_ready=lambda digest, _: self.announced.append(f"{name} ready {digest}"),
             on_evict=lambda digest: self.announced.append(f"{name} evict {digest}"),
+            on_pin=lambda digest, is_pinned: self.pinned.append((digest, is_pinned)),
         )
         self.stack.callback(pool.close)
         return pool
@@ -242,6 +244,23 @@ def test_pins_are_for_all_engines(machine: Machine) -> None:
     assert holding.pinned_by == ("operator",)
     assert two.unpin(digests[0], "operator")
     assert agent.pool.holding(digests[0]) is not None
+
+
+def test_pins_are_announced_and_end_with_the_agent(machine: Machine) -> None:
+    """First pin, last unpin, and the loss of the agent that kept it; then the memory is free."""
+    agent = machine.start_agent()
+    pool = machine.start_engine()
+    one, two = (put_sample(machine.store, seed=seed)[0] for seed in (1, 2))
+    for owner in ("a", "b"):
+        pool.pin(one, owner, WAIT_S)
+    assert machine.pinned == [(one, True)]
+    for owner in ("a", "b"):
+        assert pool.unpin(one, owner)
+    assert machine.pinned == [(one, True), (one, False)]
+    pool.pin(two, "a", WAIT_S)
+    agent.stop()
+    until(lambda: machine.pinned[2:] == [(two, True), (two, False)])
+    assert pool.evict(two) is None
 
 
 # --- life without the agent ----------------------------------------------------------------------

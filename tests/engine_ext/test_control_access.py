@@ -155,6 +155,17 @@ def test_an_address_for_others_is_never_open(tmp_path: Path) -> None:
     ControlAccess(tls=ControlTls(b"", b"", b"")).check_address("0.0.0.0:0")
 
 
+def test_a_unix_socket_is_for_its_user_only(tmp_path: Path) -> None:
+    """Mode 0600 from its first moment; it needs no token."""
+    path = tmp_path / "control.sock"
+    with (
+        server_with(OPEN_ACCESS, tmp_path, f"unix:{path}") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert describe(channel) == "replica-0"
+
+
 # --- client certificates -------------------------------------------------------------------------
 def test_only_callers_with_a_certificate_of_the_authority_get_in(tmp_path: Path) -> None:
     """mTLS: ours is answered; none, and one of another authority, reach nothing."""
