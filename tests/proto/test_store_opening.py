@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cartridge_proto.names import ENV_STORE_PASSWORD, ENV_STORE_USERNAME
-from cartridge_proto.stores import LocalStore, Store, StoreError, open_store
+from cartridge_proto.stores import LocalStore, Store, StoreError, open_store, store_problem
 from cartridge_proto.stores.opening import BadStoreUrl, parse_store_url
 
 ACCOUNT = {ENV_STORE_USERNAME: "maker", ENV_STORE_PASSWORD: "secret-of-the-test"}
@@ -61,6 +63,9 @@ def test_each_kind_of_store_is_opened(text: str, location: str) -> None:
         ("s3://UPPER/store", "no bucket's name"),
         ("s3://bucket/a?colour=red", "no option 'colour'; allowed: endpoint, insecure, region"),
         ("s3://bucket/a#b", "a # has no meaning"),
+        ("s3://bucket/a//b", "an empty part"),
+        ("s3://bucket/a/%2e%2e/b", "an empty part, a . or a .."),
+        ("s3://bucket/a%0ab", "the prefix has"),
         ("oci://registry.example", "the repository is missing"),
         ("oci://registry.example/Upper", "must be a repository name"),
         ("oci://registry.example/../x", "must be a repository name"),
@@ -87,6 +92,31 @@ def test_an_account_in_the_url_is_refused_and_not_shown(scheme: str) -> None:
             parse_store_url(f"{scheme}://{account}host/store")
         assert "hunter2" not in str(caught.value)
         assert ENV_STORE_PASSWORD in str(caught.value)
+
+
+@given(
+    st.text(), st.sampled_from(["", "s3://", "oci://", "redis://", "file://", "x://", "s3://b/"])
+)
+def test_any_text_is_understood_or_refused(rest: str, start: str) -> None:
+    """No text raises anything else, and what is understood has no account in it."""
+    try:
+        url = parse_store_url(start + rest)
+    except BadStoreUrl:
+        return
+    assert url.scheme == "file" or "@" not in url.host
+    store_problem(start + rest)
+
+
+@pytest.mark.parametrize("text", ["", "ftp://host", "/does/not/exist", "file:///does/not/exist"])
+def test_a_setting_that_names_no_store_has_a_problem(text: str) -> None:
+    """Also a folder that is not there, which a command that writes would make."""
+    assert store_problem(text)
+
+
+def test_a_setting_that_names_a_store_has_none(tmp_path: Path) -> None:
+    """A folder that is there, or a URL, which is not asked."""
+    for text in (str(tmp_path), f"file://{tmp_path}", "oci://127.0.0.1:1/store"):
+        assert store_problem(text) is None
 
 
 def test_insecure_allows_plain_http_to_another_machine() -> None:
