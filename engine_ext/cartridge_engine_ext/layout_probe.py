@@ -15,6 +15,10 @@ _BASE = 16
 """Numbers are written digit by digit in this base: every float type holds 0..16 exactly."""
 
 
+Captured = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer, [num_kv_heads, num_tokens, head_dim]; heads of one worker."""
+
+
 class AttentionLayer(Protocol):
     """What this package uses of vLLM's attention layers: the cache and the backend's writer.
 

@@ -6,12 +6,12 @@ everything here pickles.
 
 from dataclasses import dataclass, field
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
+from cartridge_engine_ext.layout_probe import Captured
 from cartridge_engine_ext.sealed_memory import MemoryReference
 
 
@@ -75,10 +75,6 @@ class LoadResult:
     size_bytes: int
     write_s: float
     error: str | None
-
-
-Captured = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of each layer, [num_kv_heads, num_tokens, head_dim]; heads of one worker."""
 
 
 @dataclass

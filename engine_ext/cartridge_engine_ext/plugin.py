@@ -34,7 +34,7 @@ from cartridge_engine_ext.first_load_probe import PASSED, FirstLoadProbe, build_
 from cartridge_engine_ext.fleet_control import EnginePins, FleetDrain
 from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.kv_hints import KvHints
-from cartridge_engine_ext.load_plan import Captured
+from cartridge_engine_ext.layout_probe import Captured
 from cartridge_engine_ext.nvme_source import NvmeSource
 from cartridge_engine_ext.nvme_tier import NvmeTier
 from cartridge_engine_ext.residency_ledger import ResidencyLedger

@@ -18,9 +18,9 @@ from cartridge_engine_ext.dram_tier import Artifact, DramTier
 from cartridge_engine_ext.errors import Refusal
 from cartridge_engine_ext.first_load_probe import ProbeVerdict
 from cartridge_engine_ext.hbm_census import HbmCensus
+from cartridge_engine_ext.layout_probe import Captured
 from cartridge_engine_ext.load_plan import (
     Capture,
-    Captured,
     Load,
     LoadPlan,
     LoadReport,

@@ -14,7 +14,7 @@ import torch
 
 from cartridge_engine_ext.artifact_pool import Artifact
 from cartridge_engine_ext.errors import SelfTestFailed
-from cartridge_engine_ext.load_plan import Captured
+from cartridge_engine_ext.layout_probe import Captured
 from cartridge_engine_ext.payload import DTYPE_NAMES, pack_payload
 from cartridge_engine_ext.prefill_manifest import prefill_manifest
 from cartridge_engine_ext.sealed_memory import SealedMemory

@@ -18,10 +18,9 @@ import torch
 
 from cartridge_engine_ext.artifact_pool import tensor_view
 from cartridge_engine_ext.errors import ConfigurationError
-from cartridge_engine_ext.layout_probe import AttentionLayer, CacheReader
+from cartridge_engine_ext.layout_probe import AttentionLayer, CacheReader, Captured
 from cartridge_engine_ext.load_plan import (
     Capture,
-    Captured,
     Load,
     LoadPlan,
     LoadReport,

@@ -8,12 +8,9 @@ import msgspec
 import pytest
 import torch
 
-import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is imported
-
-# isort: split
 from cartridge_engine_ext.artifact_pool import Artifact, tensor_view
 from cartridge_engine_ext.errors import SelfTestFailed
-from cartridge_engine_ext.load_plan import Captured
+from cartridge_engine_ext.layout_probe import Captured
 from cartridge_engine_ext.sealed_memory import map_memory
 from cartridge_engine_ext.self_test import (
     NUM_LIVE_TOKENS,

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import redis
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cartridge_engine_ext.build import Builder, Built, Source
 from cartridge_proto import names
+from cartridge_proto.codec import unseal
 from cartridge_proto.manifest import ConventionKind, Manifest, PositionLayout
+from cartridge_proto.residency import Registration
 from cartridge_proto.stores import LocalStore
 from cartridge_router.demo.stack import MODEL_NAME, Process
 
+RESIDENCY_KEY = "integration-tests"
 BLOCK_SIZE = 32
 """Smallest block of vLLM's CPU backend, so that few tokens make many blocks."""
 NUM_BLOCKS = 72
@@ -176,6 +180,14 @@ class Fleet:
                 return
             time.sleep(0.02)
         raise AssertionError(f"the gateway does not list {alias} as {digest}")
+
+    def control_address(self) -> str:
+        """Where the engine's control service listens, by its lease."""
+        with redis.Redis.from_url(self.redis_url) as client:
+            data: Any = client.get(names.lease_key("replica-0"))
+        address = unseal(data, Registration, RESIDENCY_KEY.encode()).control_address
+        assert address is not None
+        return address
 
     def metric(self, name: str) -> float:
         """Sum of one of vLLM's own metrics."""

@@ -21,9 +21,7 @@ from cartridge_router.demo.stack import (
     running_redis,
     running_stack,
 )
-from tests.integration.fleet import Fleet
-
-RESIDENCY_KEY = "integration-tests"
+from tests.integration.fleet import RESIDENCY_KEY, Fleet
 
 
 @contextmanager

@@ -20,8 +20,14 @@ from cartridge_proto.v1 import control_pb2, control_pb2_grpc
 from cartridge_router.catalog import Cartridge
 from cartridge_router.demo.stack import MODEL_NAME
 from cartridge_router.selection import SelectedBy, Selection
-from tests.integration.fleet import LIVE_PROMPT, MAX_MODEL_LEN, TOLERANCE, Fleet, document_tokens
-from tests.integration.running_fleet import RESIDENCY_KEY
+from tests.integration.fleet import (
+    LIVE_PROMPT,
+    MAX_MODEL_LEN,
+    RESIDENCY_KEY,
+    TOLERANCE,
+    Fleet,
+    document_tokens,
+)
 
 pytestmark = pytest.mark.engine
 
