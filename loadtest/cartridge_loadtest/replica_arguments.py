@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--model", required=True, help="the served model name")
-    parser.add_argument("--store", type=Path, help="without it Cartridges are ignored")
+    parser.add_argument("--store", help="folder or URL; without it Cartridges are ignored")
     parser.add_argument("--replica-id", default="sim-0")
     parser.add_argument("--redis-url", help="without it nothing is published")
     parser.add_argument("--identity", type=Path, help="JSON of an EngineIdentity")

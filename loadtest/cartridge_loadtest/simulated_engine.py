@@ -38,7 +38,7 @@ from cartridge_proto.residency import (
     ReplicaId,
     Tier,
 )
-from cartridge_proto.stores import CorruptStore, LocalStore, NotInStore, StoreError
+from cartridge_proto.stores import CorruptStore, NotInStore, Store, StoreError, open_store
 
 ENGINE_VERSION = "simulated"
 BLOCK_SIZE_TOKENS = 16
@@ -55,8 +55,8 @@ class EngineSettings:
 
     model: str
     replica: ReplicaId
-    store: Path | None = None
-    """`None` simulates a vLLM without the extension: it ignores Cartridges in silence."""
+    store: Path | str | None = None
+    """Folder or URL. `None` simulates a vLLM without the extension: it ignores Cartridges in silence."""
     redis_url: str | None = None
     """`None`: nothing is published."""
     residency_key: bytes | None = None
@@ -118,7 +118,7 @@ class SimulatedEngine:
         self.num_running_tokens = 0
         self.num_aborted = 0
         self.tier = DramTier(capacity_bytes=settings.dram_bytes, fetch=self._fetch, notes=self)
-        self._store = LocalStore(settings.store) if settings.store is not None else None
+        self._store = open_store(str(settings.store)) if settings.store is not None else None
         self._publisher: ResidencyPublisher | None = None
         self._slots = asyncio.Semaphore(settings.max_num_seqs)
         self._registering = asyncio.Lock()
@@ -290,7 +290,7 @@ class SimulatedEngine:
         return artifact
 
 
-def derive_identity(store: LocalStore, max_model_len: int) -> EngineIdentity | None:
+def derive_identity(store: Store, max_model_len: int) -> EngineIdentity | None:
     """Who an engine must be to serve this store: the model of its first readable manifest.
 
     The chat template is that of the first manifest of the same model that has one. Blocks; `None`
@@ -316,7 +316,7 @@ def derive_identity(store: LocalStore, max_model_len: int) -> EngineIdentity | N
     )
 
 
-def _read_verified(store: LocalStore, digest: Digest) -> LoadedArtifact:
+def _read_verified(store: Store, digest: Digest) -> LoadedArtifact:
     """Verify an artifact, then hash the bytes this engine keeps: all blobs in manifest order."""
     manifest = store.verify(digest)
     hasher = hashlib.sha256()

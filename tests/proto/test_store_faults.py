@@ -110,6 +110,19 @@ def test_a_fault_of_the_server_is_a_clear_error(
     ask(store)
 
 
+def test_signatures_are_in_no_log(
+    store: Store, server: MisbehavingHttp, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither what was asked nor what was tried again, at any level."""
+    caplog.set_level("DEBUG")
+    server.fault, server.num_faults = Fault.CLOSED, 1
+    whole(store)
+    assert "Retrying" in caplog.text
+    assert "/store/blobs/" in caplog.text
+    assert "X-Amz" not in caplog.text
+    assert "secret-of-the-test" not in caplog.text
+
+
 @pytest.mark.parametrize("fault", [Fault.HTML, Fault.HTML_PADDED, Fault.FLIPPED_BIT])
 def test_other_bytes_with_status_200_are_refused(
     store: Store, server: MisbehavingHttp, fault: Fault

@@ -6,6 +6,8 @@ another host, and to show a query (which may be a signature) in any message.
 """
 
 import contextlib
+import logging
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import urljoin, urlsplit
@@ -25,6 +27,19 @@ from cartridge_proto.stores.verification import PIECE_BYTES
 MAX_REDIRECTS = 5
 _DRAINED_BYTES = 4096
 _REDIRECTS = {301, 302, 303, 307, 308}
+
+
+class _WithoutQueries(logging.Filter):
+    """urllib3 logs whole URLs; a query may be a signature that opens a private bucket."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Cut every query out."""
+        record.msg, record.args = re.sub(r"\?[^\s\"']*", "?…", record.getMessage()), ()
+        return True
+
+
+for _name in ("urllib3.connectionpool", "urllib3.util.retry"):
+    logging.getLogger(_name).addFilter(_WithoutQueries())
 
 
 class Answer:
