@@ -56,7 +56,7 @@ class EngineSettings:
     model: str
     replica: ReplicaId
     store: Path | str | None = None
-    """Folder or URL. `None` simulates a vLLM without the extension: it ignores Cartridges in silence."""
+    """Folder or URL; `None` simulates a vLLM without the extension, which ignores Cartridges."""
     redis_url: str | None = None
     """`None`: nothing is published."""
     residency_key: bytes | None = None
