@@ -5,8 +5,10 @@ import asyncio
 import aiohttp
 import pytest
 import redis
+from msgspec.structs import replace
 
-from cartridge_proto.stores import LocalStore
+from cartridge_proto.stores import LocalStore, open_store
+from cartridge_proto.stores.copying import copy_artifact
 from cartridge_router import app
 from cartridge_router.app import kept_running, running_gateway
 from cartridge_router.selection import Selector
@@ -42,6 +44,39 @@ async def test_a_gateway_that_stops_leaves_nothing(
             started = {task.get_name(): task for task in asyncio.all_tasks() - tasks}
             ours = [task for task in started.values() if "cartridge_router" in repr(task)]
             assert ours == []
+
+
+async def test_a_store_may_be_a_url(
+    session: aiohttp.ClientSession,
+    start_replica: StartReplica,
+    store: LocalStore,
+    redis_url: str,
+    redis_tcp_url: str,
+) -> None:
+    """The gateway knows what is in it, while the engine reads another store of the same bytes."""
+    put_cartridge(store)
+    remote = f"{redis_tcp_url}/library"
+    await asyncio.to_thread(copy_artifact, store, open_store(remote), "harbour-rules@1")
+    clients = await start_replicas(start_replica, 1, store, redis_url)
+    settings = quick_gateway(*named(clients), redis_url=redis_url)
+    async with running_gateway(replace(settings, store=remote), None) as url:
+        gateway = Gateway(session, url)
+        await gateway.has_registered("sim-0")
+        (row,) = (await gateway.get("/v1/cartridges")).json["data"]
+        assert row["id"] == "harbour-rules@1"
+        assert (await gateway.ask("harbour-rules@1")).status == 200
+
+
+async def test_a_store_that_is_away_costs_cartridges_only(
+    session: aiohttp.ClientSession, start_replica: StartReplica
+) -> None:
+    """The gateway starts, and answers plain requests."""
+    clients = await start_replicas(start_replica, 1, None)
+    settings = replace(quick_gateway(*named(clients)), store="redis://127.0.0.1:1/0/library")
+    async with running_gateway(settings, None) as url:
+        gateway = Gateway(session, url)
+        assert (await gateway.ask()).status == 200
+        assert (await gateway.ask("harbour-rules@1")).status == 404
 
 
 async def test_a_taken_port_is_an_error_and_leaves_nothing(session: aiohttp.ClientSession) -> None:
