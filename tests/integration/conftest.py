@@ -17,6 +17,7 @@ from tests.integration.fleet import (
     Fleet,
 )
 from tests.integration.running_fleet import running_fleet
+from tests.integration.tiny_fleet import running_tiny_fleet
 
 
 @pytest.fixture(scope="session")
@@ -43,4 +44,11 @@ def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with running_fleet(
         work, model_dir, max_model_len=MAX_MODEL_LEN, arguments=arguments
     ) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A tiny model's engine with small tiers, for tests that leave it running."""
+    with running_tiny_fleet(tmp_path_factory.mktemp("tiered")) as running:
         yield running

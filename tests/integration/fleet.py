@@ -66,6 +66,10 @@ class Fleet:
     model_dir: Path
     tokenizer: PreTrainedTokenizerBase
     client: httpx.Client
+    start_engine: Callable[[], Process]
+    """Start the same engine once more, after the first has ended."""
+    stop_engine: Callable[[Process], None]
+    """Kill an engine and all of its processes."""
 
     def post(
         self, path: str, body: Mapping[str, Any], *, base: str | None = None

@@ -103,4 +103,6 @@ def running_fleet(
                 model_dir=model_dir,
                 tokenizer=AutoTokenizer.from_pretrained(model_dir),
                 client=client,
+                start_engine=lambda: stack.start("engine", command, engine_environment),
+                stop_engine=stack.end,
             )

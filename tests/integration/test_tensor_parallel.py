@@ -17,12 +17,10 @@ from tests.integration.fleet import (
     document_tokens,
 )
 from tests.integration.running_fleet import running_fleet
+from tests.integration.tiny_fleet import IDS, LIVE
 
 pytestmark = pytest.mark.engine
 
-IDS = (1, 96)
-"""Token ids of the tiny model."""
-LIVE = [5, 17, 60, 33]
 BYTES_OF_BOTH = 2 * 2 * 2 * 32 * 4
 """Bytes of one position that two workers write: layers, workers, K and V, head_dim, float32."""
 NAMED = {"one": 7, "other": 8}

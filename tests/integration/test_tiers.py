@@ -1,93 +1,36 @@
-"""One engine whose tiers are smaller than what it serves: evicted, reloaded, restarted.
-
-A tiny random model, a store in S3's place behind an nvme folder, dram for two artifacts.
-"""
+"""Tiers smaller than what is served: evicted, reloaded, pinned, drained; and what is told of it."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
 import pytest
-import redis
 
 from cartridge_proto import names
-from cartridge_proto.codec import unseal
-from cartridge_proto.residency import ResidencyRecord
 from cartridge_proto.v1 import control_pb2, control_pb2_grpc
-from tests.engine_ext.tiny_model import MAX_POSITIONS, save_tiny_model
+from cartridge_router.demo.stack import MODEL_NAME
 from tests.engine_ext.waiting import until
-from tests.integration.fleet import (
-    BLOCK_SIZE,
-    RESIDENCY_KEY,
-    TOLERANCE,
-    Fleet,
-    document_tokens,
+from tests.integration.fleet import BLOCK_SIZE, Fleet, document_tokens
+from tests.integration.tiny_fleet import (
+    BYTES_PER_TOKEN,
+    CONTROL_TOKEN,
+    IDS,
+    LIVE,
+    NUM_BLOCKS,
+    NUM_TOKENS,
+    drop_prefix_cache,
+    expect_ordinary,
+    put_documents,
+    rows,
+    tier_of,
 )
-from tests.integration.running_fleet import running_fleet
 
 pytestmark = pytest.mark.engine
 
-IDS = (1, 96)
-LIVE = [5, 17, 60, 33]
-NUM_TOKENS = 2 * BLOCK_SIZE + 5
-NUM_DOCUMENTS = 5
-BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4
-ARTIFACT_BYTES = NUM_TOKENS * BYTES_PER_TOKEN + 1024
-CONTROL_TOKEN = "integration-control-token"
-NUM_BLOCKS = 24
 
-
-@pytest.fixture(scope="module")
-def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Dram for two artifacts, nvme for four, HBM for a few."""
-    work = tmp_path_factory.mktemp("tiers")
-    model = save_tiny_model(work / "model", head_dim=32)
-    with running_fleet(
-        work,
-        model,
-        max_model_len=MAX_POSITIONS,
-        arguments=[
-            *("--block-size", str(BLOCK_SIZE)),
-            *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
-        ],
-        environment={names.ENV_CONTROL_TOKEN: CONTROL_TOKEN},
-        nvme_dir=str(work / "nvme"),
-        nvme_bytes=4 * ARTIFACT_BYTES,
-        dram_bytes=2 * ARTIFACT_BYTES,
-        state_dir=str(work / "state"),
-    ) as fleet:
-        for index in range(NUM_DOCUMENTS):
-            fleet.put(f"tier-{index}", document(index), LIVE)
-        yield fleet
-
-
-def document(index: int) -> list[int]:
-    """Tokens of one of the documents."""
-    return document_tokens(NUM_TOKENS, seed=700 + index, ids=IDS)
-
-
-def digest_of(fleet: Fleet, index: int) -> str:
-    """Digest of one of the artifacts."""
-    return fleet.store.resolve(f"tier-{index}@1")
-
-
-def rows(fleet: Fleet) -> dict[str, ResidencyRecord]:
-    """Residency as Redis has it, by digest."""
-    with redis.Redis.from_url(fleet.redis_url) as client:
-        found: Any = client.hgetall(names.residency_key("replica-0"))
-    return {
-        digest.decode(): unseal(data, ResidencyRecord, RESIDENCY_KEY.encode())
-        for digest, data in found.items()
-    }
-
-
-def expect_ordinary(fleet: Fleet, index: int) -> dict[str, Any]:
-    """The Cartridge answers as the ordinary prompt; returns its receipt."""
-    ordinary = fleet.complete(document(index) + LIVE)
-    injected = fleet.complete(LIVE, [f"tier-{index}@1"])
-    assert ordinary.difference(injected) <= TOLERANCE
-    assert injected.receipt is not None
-    return injected.receipt
+@pytest.fixture(scope="module", autouse=True)
+def documents(tiered: Fleet) -> None:
+    """More Cartridges than any tier but the store holds."""
+    put_documents(tiered, "tier", 5)
 
 
 @pytest.fixture
@@ -102,21 +45,15 @@ METADATA = (("authorization", f"Bearer {CONTROL_TOKEN}"),)
 
 def test_from_every_tier(tiered: Fleet) -> None:
     """Cold from the store, evicted from dram and read from nvme, warm from dram and HBM."""
-    tiers = [expect_ordinary(tiered, index)["items"][0]["tier"] for index in range(3)]
+    tiers = [tier_of(expect_ordinary(tiered, "tier", index)) for index in range(3)]
     assert tiers == ["remote"] * 3
     # Two fit into dram: the first has left it, and is in the folder still.
-    assert rows(tiered)[digest_of(tiered, 0)].tier == "nvme"
+    assert rows(tiered)[tiered.store.resolve("tier-0@1")].tier == "nvme"
     drop_prefix_cache(tiered)
-    assert expect_ordinary(tiered, 0)["items"][0]["tier"] == "nvme"
+    assert tier_of(expect_ordinary(tiered, "tier", 0)) == "nvme"
     drop_prefix_cache(tiered)
-    assert expect_ordinary(tiered, 0)["items"][0]["tier"] == "dram"
-    assert expect_ordinary(tiered, 0)["items"][0]["tier"] == "hbm"
-
-
-def drop_prefix_cache(fleet: Fleet) -> None:
-    """Let vLLM forget all of its blocks."""
-    response = fleet.client.post(f"{fleet.engine_url}/reset_prefix_cache")
-    assert response.status_code == 200
+    assert tier_of(expect_ordinary(tiered, "tier", 0)) == "dram"
+    assert tier_of(expect_ordinary(tiered, "tier", 0)) == "hbm"
 
 
 def test_hbm_is_told_while_the_whole_prefix_is_there(tiered: Fleet) -> None:
@@ -142,7 +79,7 @@ def test_kv_pressure_takes_prefixes_back(tiered: Fleet) -> None:
     for seed in range(NUM_BLOCKS * BLOCK_SIZE // 300 + 2):
         tiered.complete(document_tokens(300, seed=seed, ids=IDS))
     until(lambda: composition not in rows(tiered))
-    assert expect_ordinary(tiered, 2)["num_reused_tokens"] == 0
+    assert expect_ordinary(tiered, "tier", 2)["num_reused_tokens"] == 0
 
 
 def test_a_pin_in_hbm_holds_against_pressure(
@@ -160,7 +97,7 @@ def test_a_pin_in_hbm_holds_against_pressure(
     for seed in range(NUM_BLOCKS * BLOCK_SIZE // 300 + 2):
         tiered.complete(document_tokens(300, seed=seed, ids=IDS))
     assert rows(tiered)[composition].tier == "hbm"
-    assert expect_ordinary(tiered, 3)["num_reused_tokens"] == 2 * BLOCK_SIZE
+    assert expect_ordinary(tiered, "tier", 3)["num_reused_tokens"] == 2 * BLOCK_SIZE
     unpin = control_pb2.UnpinRequest(digest=composition, owner="test", tier=control_pb2.TIER_HBM)
     control.Unpin(unpin, metadata=METADATA)
     until(lambda: not rows(tiered)[composition].is_pinned)
@@ -183,7 +120,7 @@ def test_a_drained_replica_gets_no_cartridges(
 ) -> None:
     """The gateway stops sending them there; ordinary requests go on; resumed, all is as before."""
     control.Drain(control_pb2.DrainRequest(deadline_ms=10_000), metadata=METADATA)
-    request = {"model": "smollm2-135m-instruct", "prompt": LIVE, "max_tokens": 1}
+    request = {"model": MODEL_NAME, "prompt": LIVE, "max_tokens": 1}
 
     def status(cartridge_ids: list[str]) -> int:
         body = {**request, names.FIELD_CARTRIDGE_IDS: cartridge_ids}
@@ -197,7 +134,7 @@ def test_a_drained_replica_gets_no_cartridges(
 
 def test_hints_of_a_request_are_followed(tiered: Fleet) -> None:
     """An envelope in `kv_transfer_params` brings an artifact to dram beside the request."""
-    digest = digest_of(tiered, 4)
+    digest = tiered.store.resolve("tier-4@1")
     action = {
         "action_id": "1",
         "action_type": "cartridge.prefetch",
@@ -206,7 +143,7 @@ def test_hints_of_a_request_are_followed(tiered: Fleet) -> None:
     }
     envelope = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
     body = {
-        "model": "smollm2-135m-instruct",
+        "model": MODEL_NAME,
         "prompt": LIVE,
         "max_tokens": 1,
         names.FIELD_KV_TRANSFER_PARAMS: {names.FIELD_KV_HINTS: envelope},
@@ -218,7 +155,7 @@ def test_hints_of_a_request_are_followed(tiered: Fleet) -> None:
 
 def test_metrics_beside_vllms_own(tiered: Fleet) -> None:
     """Requests by tier, loads, tiers' bytes and refusals are on the engine's `/metrics`."""
-    expect_ordinary(tiered, 0)
+    expect_ordinary(tiered, "tier", 0)
     assert tiered.metric(names.METRIC_ENGINE_REQUESTS + "_total") > 0
     assert tiered.metric(names.METRIC_ENGINE_TOKENS + "_total") >= NUM_TOKENS
     assert tiered.metric(names.METRIC_ENGINE_LOAD_SECONDS + "_count") > 0

@@ -184,6 +184,13 @@ class Stack:
             self._check_alive()
             time.sleep(POLL_S)
 
+    def end(self, process: Process) -> None:
+        """Kill one child and its group at once."""
+        with self._lock:
+            self._processes.remove(process)
+        _signal_group(process, signal.SIGKILL)
+        process.popen.wait()
+
     def stop(self) -> None:
         """End all groups, politely first. Nothing can be started afterwards."""
         with self._lock:
