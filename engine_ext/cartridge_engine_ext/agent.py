@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TAKE_BACK_TIMEOUT_S = 2.0
+
 
 @dataclass(frozen=True)
 class AgentOptions:
@@ -80,6 +82,21 @@ def check_options(options: AgentOptions) -> None:
         raise ConfigurationError("; ".join(problems))
 
 
+class AgentDramPool(DramPool):
+    """The agent's pool: what engines only keep does not stand in the way of an eviction.
+
+    A use here is the hold of an engine, which may be idle.
+    """
+
+    take_back: Callable[["Digest", float], None] = staticmethod(lambda digest, timeout_s: None)
+    """Asks engines for an artifact; set once, before anything is loaded."""
+
+    def evict(self, digest: "Digest") -> str | None:
+        """Drop an artifact, after engines that hold it idle have given it back."""
+        self.take_back(digest, TAKE_BACK_TIMEOUT_S)
+        return super().evict(digest)
+
+
 class NodeAgent:
     """Serves engines from its making until `stop`; `opener` opens the store.
 
@@ -99,7 +116,7 @@ class NodeAgent:
                 boot=boot,
                 allowed_uids=options.allowed_uids,
             )
-            self.pool = DramPool(
+            self.pool = AgentDramPool(
                 source=source,
                 capacity_bytes=options.dram_bytes,
                 num_loaders=options.num_loaders,
@@ -113,6 +130,7 @@ class NodeAgent:
                 ),
                 on_shortage=self.service.on_shortage,
             )
+            self.pool.take_back = self.service.take_back
             undo.callback(self.pool.close)
             # Before the pool: engines whose connection has ended load by themselves.
             undo.callback(self.service.stop)

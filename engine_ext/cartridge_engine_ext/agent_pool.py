@@ -87,6 +87,7 @@ class _Held:
     failure: Refusal | None = None
     load_s: float = 0.0
     is_recalled: bool = False
+    is_prefetch: bool = False
     pinned_by: set[str] = field(default_factory=set)
 
 
@@ -209,7 +210,7 @@ class AgentPool:
                 self._rest(held)
             elif held.state in (_State.OWN, _State.FAILED):
                 del self._held[digest]
-            elif held.state is _State.ASKED:
+            elif held.state is _State.ASKED and not held.is_prefetch:
                 self._forget(held)
 
     def poll(self, digest: Digest) -> Artifact | None:
@@ -257,7 +258,10 @@ class AgentPool:
             Refusal: too many are under way.
         """
         with self._lock:
-            if digest in self._held or self._is_own(digest):
+            if digest in self._held:
+                self._held[digest].is_prefetch = True
+                return
+            if self._is_own(digest):
                 return
             if self._link is not None:
                 num_coming = sum(1 for held in self._held.values() if held.state is _State.ASKED)
@@ -266,7 +270,7 @@ class AgentPool:
                         FailureReason.CAPACITY,
                         f"prefetches: the limit is {MAX_PREFETCHES} at a time",
                     )
-                self._ask(digest, deadline_s, priority, 0)
+                self._ask(digest, deadline_s, priority, 0).is_prefetch = True
                 return
         self._own.prefetch(digest, deadline_s, priority)
 
@@ -343,7 +347,7 @@ class AgentPool:
         return was_ours or done.reason is None
 
     def evict(self, digest: Digest) -> str | None:
-        """Give an artifact back, and let the agent drop it if no other engine holds it."""
+        """Give an artifact back, and let the agent drop it if no request of any engine uses it."""
         with self._lock:
             held = self._held.get(digest)
             if held is None or held.state is _State.OWN:
@@ -597,7 +601,7 @@ class AgentPool:
             for text in link.welcome.residents:
                 digest = wire.as_digest(text)
                 if digest not in self._held and not self._is_own(digest):
-                    self._ask(digest, deadline_s, OPPORTUNISTIC, 0)
+                    self._ask(digest, deadline_s, OPPORTUNISTIC, 0).is_prefetch = True
             self._changed.notify_all()
 
     def _lose(self, link: _Link) -> None:

@@ -31,7 +31,7 @@ MAX_ENGINES = 64
 MAX_HOLDS = 4096
 """Of one connection."""
 HELLO_TIMEOUT_S = 5.0
-NUM_PIN_THREADS = 4
+NUM_SLOW_THREADS = 4
 _MAX_DETAIL = 2000
 
 
@@ -75,10 +75,11 @@ class AgentService:
         self._boot = boot
         self._allowed_uids = frozenset({os.getuid()} if allowed_uids is None else allowed_uids)
         self._lock = threading.RLock()
+        self._given_back = threading.Condition(self._lock)
         self._engines: set[_Engine] = set()
         self._threads: set[threading.Thread] = set()
         self._pool: DramPool | None = None
-        self._pinning = ThreadPoolExecutor(NUM_PIN_THREADS, thread_name_prefix="agent-pin")
+        self._slow = ThreadPoolExecutor(NUM_SLOW_THREADS, thread_name_prefix="agent-slow")
         self._is_stopping = False
         self.num_refused = 0
         """Connections that were refused or ended for what they said."""
@@ -104,7 +105,7 @@ class AgentService:
         for thread in [self._acceptor, *self._threads]:
             if thread.is_alive():
                 thread.join(wire.SILENCE_S)
-        self._pinning.shutdown(wait=False, cancel_futures=True)
+        self._slow.shutdown(wait=False, cancel_futures=True)
 
     @property
     def num_engines(self) -> int:
@@ -140,10 +141,26 @@ class AgentService:
                 if holding.num_users != len(found) or any(hold.is_busy for *_, hold in found):
                     continue
                 missing_bytes -= holding.size_bytes or 0
-                for engine, request, hold in found:
-                    if not hold.is_recalled:
-                        hold.is_recalled = True
-                        engine.channel.post(wire.Recall(request))
+                self._recall(found)
+
+    def take_back(self, digest: Digest, timeout_s: float) -> None:
+        """Ask for an artifact that engines hold idle, and wait until they have given it back.
+
+        What a request uses is not asked for.
+        """
+        with self._lock:
+            found = self._holds_on(digest)
+            if any(hold.is_busy for *_, hold in found):
+                return
+            self._recall(found)
+            self._given_back.wait_for(lambda: not self._holds_on(digest), timeout_s)
+
+    def _recall(self, found: "list[tuple[_Engine, int, _Hold]]") -> None:
+        """Called with the lock held."""
+        for engine, request, hold in found:
+            if not hold.is_recalled:
+                hold.is_recalled = True
+                engine.channel.post(wire.Recall(request))
 
     def _holds_on(self, digest: Digest) -> list[tuple[_Engine, int, _Hold]]:
         """All holds on an artifact. Called with the lock held."""
@@ -237,6 +254,8 @@ class AgentService:
             holds, engine.holds = list(engine.holds.values()), {}
         for hold in holds:
             self._the_pool.release(hold.digest)
+        with self._lock:
+            self._given_back.notify_all()
 
     # --- messages --------------------------------------------------------------------------------
     def _take(self, engine: _Engine, message: wire.EngineMessage) -> None:
@@ -252,12 +271,13 @@ class AgentService:
                 self._the_pool.expect(wire.as_digest(digest), at_s)
             case wire.Pin(request, digest, owner, deadline_ms):
                 pin = _pinning(self._the_pool, wire.as_digest(digest), owner, deadline_ms / 1000)
-                self._pinning.submit(_answer, engine.channel, request, pin)
+                self._slow.submit(_answer, engine.channel, request, pin)
             case wire.Unpin(request, digest, owner):
                 unpin = _unpinning(self._the_pool, wire.as_digest(digest), owner)
                 _answer(engine.channel, request, unpin)
             case wire.Evict(digest):
-                self._the_pool.evict(wire.as_digest(digest))
+                # May wait for other engines, and for what this one is about to say.
+                self._slow.submit(self._the_pool.evict, wire.as_digest(digest))
             case wire.Hello():
                 self._refuse("a second hello")
 
@@ -285,8 +305,9 @@ class AgentService:
     def _release(self, engine: _Engine, request: int) -> None:
         with self._lock:
             hold = engine.holds.pop(request, None)
-        if hold is not None:
-            self._the_pool.release(hold.digest)
+            if hold is not None:
+                self._the_pool.release(hold.digest)
+                self._given_back.notify_all()
 
     def _note_use(self, engine: _Engine, request: int, *, is_busy: bool) -> None:
         with self._lock:

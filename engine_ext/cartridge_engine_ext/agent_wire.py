@@ -106,7 +106,7 @@ class Unpin(_Message, frozen=True):
 
 
 class Evict(_Message, frozen=True):
-    """Drop an artifact if nobody holds it; not answered."""
+    """Drop an artifact if no request of any engine uses it; not answered."""
 
     digest: DigestText
 

@@ -189,6 +189,21 @@ def test_a_load_that_no_engine_wants_any_more_is_dropped(machine: Machine) -> No
         pool.wait(digest, WAIT_S)
 
 
+def test_a_prefetch_outlives_a_request_for_it(machine: Machine) -> None:
+    """A request that comes and goes while a prefetch is under way does not end it."""
+    machine.start_agent()
+    pool = machine.start_engine()
+    digest, _ = put_sample(machine.store)
+    machine.store.gate.clear()
+    pool.prefetch(digest, long_deadline())
+    pool.acquire(digest, long_deadline())
+    pool.release(digest)
+    assert pool.holding(digest) is not None
+    machine.store.gate.set()
+    until(lambda: bool(pool.residents()))
+    assert machine.announced == [f"engine-0 ready {digest}"]
+
+
 # --- giving back ---------------------------------------------------------------------------------
 def test_idle_artifacts_are_given_back_when_room_is_needed(machine: Machine) -> None:
     """What no request uses is recalled, coldest first, withdrawn, and really freed."""
@@ -229,6 +244,19 @@ def test_an_artifact_that_is_given_back_can_be_asked_for_again(machine: Machine)
         assert artifact.digest == digests[turn // 2 % 2]
         agent.pool.check_invariants()
         agent.service.check_invariants()
+
+
+def test_an_eviction_is_for_the_whole_machine(machine: Machine) -> None:
+    """What one engine drops leaves the agent and the engines that kept it idle."""
+    agent = machine.start_agent()
+    one, two = machine.start_engine("one"), machine.start_engine("two")
+    digest, _ = put_sample(machine.store)
+    use(one, digest)
+    use(two, digest)
+    until(lambda: not any(hold.is_busy for *_, hold in agent.service._holds_on(digest)))
+    assert one.evict(digest) is None
+    until(lambda: agent.pool.holding(digest) is None)
+    assert two.residents() == []
 
 
 def test_pins_are_for_all_engines(machine: Machine) -> None:

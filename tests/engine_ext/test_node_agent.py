@@ -424,6 +424,23 @@ def test_the_agent_is_controlled_like_an_engine(node: Node) -> None:
     assert not node.socket.exists()
 
 
+def test_what_engines_hold_idle_can_be_evicted(agent: NodeAgent, node: Node) -> None:
+    """They are asked to give it back; what a request uses stays."""
+    digest, _ = put_sample(node.store)
+    pools = [node.start_pool(), node.start_pool()]
+    for pool in pools:
+        pool.acquire(digest, long_deadline())
+        pool.wait(digest, WAIT_S)
+    pools[0].release(digest)
+    assert agent.pool.evict(digest) == "in use by 2 requests"
+    assert pools[0].acquire(digest, long_deadline()) is True
+    for pool in pools:
+        pool.release(digest)
+    until(lambda: agent.pool.evict(digest) is None)
+    until(lambda: [pool.residents() for pool in pools] == [[], []])
+    assert agent.pool.used_bytes == 0
+
+
 def test_the_agent_keeps_artifacts_on_a_local_disk_too(node: Node) -> None:
     """With an nvme folder, bytes that left memory come from there; a restart finds them."""
     nvme = ["--nvme-dir", str(node.folder / "nvme"), "--nvme-bytes", str(1 << 20)]
