@@ -31,6 +31,8 @@ DESCRIPTIVE = (
     *("composition", "frozen", "model.name"),
     # A raw-text prefix: what stands in the live prompt is the client's.
     "prompt_convention.has_bos",
+    # Another question whose expected answer was not changed: a random model answers both alike.
+    "probe.prompt_token_ids",
 )
 Path = tuple[str | int, ...]
 
