@@ -23,10 +23,11 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from cartridge_engine_ext import identity
 from cartridge_engine_ext.activity import Activity
+from cartridge_engine_ext.agent_pool import AgentPool
 from cartridge_engine_ext.artifact_pool import ArtifactPool
 from cartridge_engine_ext.control_access import ControlAccess, read_access
 from cartridge_engine_ext.control_service import ControlServer, ControlService
-from cartridge_engine_ext.dram_tier import ArtifactReader
+from cartridge_engine_ext.dram_tier import ArtifactReader, DramTier
 from cartridge_engine_ext.engine_client import EngineClient
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.eviction import EVICTION_POLICIES
@@ -254,19 +255,29 @@ class SchedulerRuntime:
             pinned_fraction=settings.hbm_pinned_fraction,
         )
         self._nvme, source = self._open_store(settings)
-        self._pool = ArtifactPool(
+        own = ArtifactPool(
             store=source,
             engine=self._engine,
             capacity_bytes=settings.dram_bytes,
             num_loaders=settings.num_loaders,
             pinned_bytes=settings.pinned_bytes,
             policy=EVICTION_POLICIES[settings.eviction_policy](),
-            on_ready=lambda digest, size_bytes: self._ledger.enter(digest, Tier.DRAM, size_bytes),
+            on_ready=self._note_ready,
             on_evict=self._withdraw,
-            on_pin=lambda digest, is_pinned: self._ledger.set_pinned(
-                digest, Tier.DRAM, is_pinned=is_pinned
-            ),
+            on_pin=self._note_pin,
         )
+        self._pool: DramTier = own
+        if settings.agent_socket is not None:
+            self._pool = AgentPool(
+                path=Path(settings.agent_socket.removeprefix("unix:")),
+                name=settings.replica,
+                engine=self._engine,
+                own=own,
+                num_verifiers=settings.num_loaders,
+                on_ready=self._note_ready,
+                on_evict=self._withdraw,
+                on_pin=self._note_pin,
+            )
         self._hints = KvHints(
             dram=self._pool,
             census=self.census,
@@ -430,6 +441,12 @@ class SchedulerRuntime:
         self._client.complete(model, [0], {}, secrets.token_hex(16), 1)
 
     # --- what is told ----------------------------------------------------------------------------
+    def _note_ready(self, digest: Digest, size_bytes: int) -> None:
+        self._ledger.enter(digest, Tier.DRAM, size_bytes)
+
+    def _note_pin(self, digest: Digest, is_pinned: bool) -> None:
+        self._ledger.set_pinned(digest, Tier.DRAM, is_pinned=is_pinned)
+
     def _withdraw(self, digest: Digest) -> None:
         self._ledger.leave(digest, Tier.DRAM)
         if self._publisher is not None:

@@ -151,7 +151,8 @@ def run_self_test(
     if _difference(ordinary, damaged) <= tolerance:
         raise SelfTestFailed("a prefix without its last position gave the same answer")
     num_positions = engine.block_size // 2 + 3
-    shifted = prefix[:num_positions] + prefix
+    filler, _ = self_test_prompt(vocab_size, num_positions)
+    shifted = filler + prefix
     _, moved = capture(shifted + live, len(shifted))
     immovable = _compare_moved(
         relocate(captured[0][0], num_positions),

@@ -10,11 +10,9 @@ import redis
 
 from cartridge_proto import names
 from cartridge_proto.digest import parse_digest
-from cartridge_router.demo.stack import MODEL_NAME
 from tests.engine_ext.waiting import until
 from tests.integration.fleet import Fleet
 from tests.integration.tiny_fleet import (
-    LIVE,
     drop_prefix_cache,
     expect_ordinary,
     put_documents,
@@ -77,7 +75,7 @@ def test_an_old_snapshot_is_mended(faulty: Fleet) -> None:
         snapshot = client.dump(key)
         expect_ordinary(faulty, NAME, 3)
         expect_ordinary(faulty, NAME, 4)
-        client.restore(key, 0, snapshot, replace=True)  # type: ignore[arg-type] # it is bytes
+        client.restore(key, 0, snapshot, replace=True)
     # What came since is missing in the snapshot: a request that is sent by it is served all the
     # same, and the rows are whole again after the next change.
     for index in (3, 4, 0, 1):
@@ -140,11 +138,11 @@ def test_a_restarted_engine_is_warm_from_nvme(faulty: Fleet) -> None:
     # Before anything was asked: what the folder holds is known, nothing else is claimed.
     assert {row.tier for row in rows(faulty).values()} == {"nvme"}
 
-    def is_served() -> bool:
-        body = {"model": MODEL_NAME, "prompt": LIVE, "max_tokens": 1}
-        return faulty.post("/v1/completions", body).status_code == 200
+    def is_registered() -> bool:
+        ready = faulty.client.get(f"{faulty.gateway_url}/ready").json()
+        return bool(ready["replicas"]["registered"] and ready["replicas"]["healthy"])
 
-    until(is_served)
+    until(is_registered)
     digests = {str(digest): alias for alias, digest in faulty.store.aliases().items()}
     index = int(digests[min(rows(faulty))].removeprefix(f"{NAME}-").removesuffix("@1"))
     receipt = expect_ordinary(faulty, NAME, index)
