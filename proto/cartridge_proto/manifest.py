@@ -6,6 +6,7 @@ I/O, defaults (a manifest says everything) and any spelling but the canonical on
 
 import functools
 import itertools
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NewType
 
@@ -17,6 +18,10 @@ from cartridge_proto.digest import END, Digest, DigestText, sha256_digest
 
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_TOKENS = 1 << 22
+MAX_HEADER_BYTES = 1 << 20
+"""Largest header of a safetensors file."""
+MAX_EXPANSION = 64
+"""Decoded bytes of a blob for each stored byte; keys and values give less than 4."""
 
 ManifestDigest = NewType("ManifestDigest", Digest)
 
@@ -164,11 +169,38 @@ class Tensor(_Part, frozen=True, kw_only=True):
     sha256: DigestText
 
 
+class Encoding(_Part, frozen=True, kw_only=True):
+    """How the stored bytes of a blob are decoded, and what comes out of it.
+
+    `size_bytes` and `sha256` are of the decoded bytes: those are the safetensors file, and what
+    the byte ranges of tensors count in. Codecs: docs/spec/manifest-v1.md.
+    """
+
+    codec: Literal["shuffle-zstd"]
+    size_bytes: Bytes
+    sha256: DigestText
+
+
 class Blob(_Part, frozen=True, kw_only=True):
-    """One content-addressed file of the payload."""
+    """One content-addressed file of the payload, as it is stored.
+
+    Without `encoding` (codec `identity`) the stored bytes are the safetensors file. There is one
+    spelling of that: the field is left out, never null.
+    """
 
     sha256: DigestText
     size_bytes: Bytes
+    encoding: Encoding | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Size of the safetensors file: what a reader of tensors keeps in memory."""
+        return self.encoding.size_bytes if self.encoding else self.size_bytes
+
+    @property
+    def decoded_sha256(self) -> str:
+        """Digest of the safetensors file."""
+        return self.encoding.sha256 if self.encoding else self.sha256
 
 
 class Composition(_Part, frozen=True, kw_only=True):
@@ -289,8 +321,13 @@ class Manifest(_Part, frozen=True, kw_only=True):
 
     @property
     def payload_bytes(self) -> int:
-        """Size of all blobs."""
+        """Size of all blobs as they are stored and moved."""
         return sum(blob.size_bytes for blob in self.payload)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Size of all blobs as they are kept in memory."""
+        return sum(blob.decoded_bytes for blob in self.payload)
 
 
 class InvalidManifest(ValueError):
@@ -454,7 +491,7 @@ def _tensor_problems(manifest: Manifest) -> list[str]:
     present = set(manifest.tensors)
     problems = [f"tensors: {name} is missing" for name in sorted(names - present)]
     problems += [f"tensors: {name} is not expected" for name in sorted(present - names)]
-    blobs = {blob.sha256: blob.size_bytes for blob in manifest.payload}
+    blobs = {blob.sha256: blob.decoded_bytes for blob in manifest.payload}
     for name in sorted(names & present):
         tensor = manifest.tensors[name]
         shape, dtype = expected_tensor(manifest, name)
@@ -494,7 +531,38 @@ def _payload_problems(manifest: Manifest) -> list[str]:
         problems.append("payload: the same blob twice")
     used = {tensor.blob for tensor in manifest.tensors.values()}
     problems += [f"payload: {digest} holds no tensor" for digest in digests if digest not in used]
+    for index, blob in enumerate(manifest.payload):
+        if blob.encoding:
+            problems += _encoding_problems(manifest, f"payload[{index}]", blob, blob.encoding)
     return problems
+
+
+def _encoding_problems(
+    manifest: Manifest, path: str, blob: Blob, encoding: Encoding
+) -> Iterator[str]:
+    """What is wrong with the size that an encoded blob is said to decode to.
+
+    A reader takes that much memory, so it is bounded twice: by what the geometry needs, and by
+    what is really stored.
+    """
+    known = set(tensor_names(manifest))
+    names = [name for name, tensor in manifest.tensors.items() if tensor.blob == blob.sha256]
+    expected = [expected_tensor(manifest, name) for name in names if name in known]
+    tensor_bytes = sum(_num_elements(shape) * ITEM_BYTES[dtype] for shape, dtype in expected)
+    limit = tensor_bytes + MAX_HEADER_BYTES + 8
+    size = encoding.size_bytes
+    if not tensor_bytes <= size <= limit:
+        yield (
+            f"{path}.encoding.size_bytes: {size}; its tensors take {tensor_bytes} and a header at "
+            f"most {MAX_HEADER_BYTES + 8} more"
+        )
+    if size > MAX_EXPANSION * blob.size_bytes:
+        yield (
+            f"{path}.encoding.size_bytes: {size} is more than {MAX_EXPANSION} times size_bytes "
+            f"({blob.size_bytes})"
+        )
+    if encoding.sha256 == blob.sha256:
+        yield f"{path}.encoding.sha256: the digest of the stored bytes; leave encoding out"
 
 
 def _meaning_problems(manifest: Manifest) -> list[str]:

@@ -10,9 +10,7 @@ from typing import Any
 
 from cartridge_proto.canonical_json import decode_strict
 from cartridge_proto.digest import sha256_digest
-from cartridge_proto.manifest import ITEM_BYTES, Manifest
-
-MAX_HEADER_BYTES = 1 << 20
+from cartridge_proto.manifest import ITEM_BYTES, MAX_HEADER_BYTES, Manifest
 
 
 class InvalidPayload(ValueError):
@@ -20,8 +18,9 @@ class InvalidPayload(ValueError):
 
 
 def check_blob(manifest: Manifest, digest: str, data: bytes | memoryview) -> None:
-    """Check that blob `digest` of a manifest, given whole, holds exactly the described tensors.
+    """Check that blob `digest` of a manifest holds exactly the described tensors.
 
+    `data` is the whole safetensors file: the decoded bytes, if the blob is stored encoded.
     Tensors are hashed; the digest of `data` itself is the caller's to check.
 
     Raises:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cartridge_proto.canonical_json import encode_canonical
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import (
+    MAX_HEADER_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_TOKENS,
     ConventionKind,
@@ -29,6 +30,7 @@ from cartridge_proto.manifest import (
     manifest_schema,
     tensor_names,
 )
+from tests.proto.encoded_artifact import encoded_sample
 from tests.proto.sample_artifact import sample_artifact
 
 MANIFEST, BLOB = sample_artifact()
@@ -431,3 +433,64 @@ def test_retained_positions_keep_the_order_of_the_source() -> None:
     positions = RetainedPositions(retained=[0, 2, 3, 9, 11])
     manifest = msgspec.structs.replace(MANIFEST, positions=positions)
     assert decode_manifest(encode_manifest(manifest)).positions == positions
+
+
+# --- encoded blobs -------------------------------------------------------------------------------
+ENCODED, _ = encoded_sample()
+ENCODED_FIELDS: dict[str, Any] = json.loads(encode_manifest(ENCODED))
+DECODED_BYTES = len(BLOB)
+STORED_BYTES = ENCODED.payload[0].size_bytes
+TENSOR_BYTES = sum(end - begin for begin, end in (t.byte_range for t in MANIFEST.tensors.values()))
+
+
+def test_a_blob_that_is_stored_as_it_is_has_no_encoding() -> None:
+    """The default is left out, so that artifacts from before codecs keep their digests."""
+    assert FIELDS["payload"] == [{"sha256": sha256_digest(BLOB), "size_bytes": DECODED_BYTES}]
+    assert MANIFEST.decoded_bytes == MANIFEST.payload_bytes == DECODED_BYTES
+    assert MANIFEST.payload[0].decoded_sha256 == sha256_digest(BLOB)
+
+
+def test_an_encoded_blob_has_two_sizes_and_two_digests() -> None:
+    """What is stored and moved has one, the safetensors file that is kept in memory the other."""
+    [blob] = ENCODED.payload
+    assert (ENCODED.payload_bytes, ENCODED.decoded_bytes) == (STORED_BYTES, DECODED_BYTES)
+    assert STORED_BYTES < DECODED_BYTES
+    assert blob.decoded_sha256 == sha256_digest(BLOB) != blob.sha256
+    assert decode_manifest(encode_manifest(ENCODED)) == ENCODED
+
+
+@pytest.mark.parametrize("field", ["codec", "size_bytes", "sha256"])
+def test_every_field_of_an_encoding_is_required_and_part_of_the_identity(field: str) -> None:
+    """A missing one is refused; another value is refused or gives another digest."""
+    path: Path = ("payload", 0, "encoding", field)
+    other = replaced(ENCODED_FIELDS, path, changed_leaf(at(ENCODED_FIELDS, path)))
+    assert sha256_digest(encode_canonical(other)) != manifest_digest(ENCODED)
+    del other["payload"][0]["encoding"][field]
+    assert any(f"'{field}' is a required property" in line for line in problems_of(other))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("encoding", None, r"payload\[0\].encoding: "),
+        ("encoding.codec", "identity", r"payload\[0\].encoding.codec: 'identity'"),
+        ("encoding.codec", "lz4", r"payload\[0\].encoding.codec: 'lz4'"),
+        ("encoding.level", 3, r"payload\[0\].encoding: .*'level'"),
+        ("encoding.size_bytes", -1, r"payload\[0\].encoding.size_bytes: "),
+        ("encoding.size_bytes", 1 << 51, r"payload\[0\].encoding.size_bytes: "),
+        ("encoding.size_bytes", TENSOR_BYTES - 1, rf"its tensors take {TENSOR_BYTES}"),
+        ("encoding.size_bytes", DECODED_BYTES - 1, "byte_range: ends at .*, beyond its blob"),
+        (
+            "encoding.size_bytes",
+            TENSOR_BYTES + MAX_HEADER_BYTES + 9,
+            r"payload\[0\].encoding.size_bytes: .*a header at most 1048584 more",
+        ),
+        ("size_bytes", DECODED_BYTES // 65, "more than 64 times size_bytes"),
+        ("encoding.sha256", "sha256:0", r"payload\[0\].encoding.sha256: "),
+        ("encoding.sha256", ENCODED.payload[0].sha256, "the digest of the stored bytes"),
+    ],
+)
+def test_a_wrong_encoding_is_named_with_its_field(field: str, value: object, reason: str) -> None:
+    """Codec, sizes and digests; the memory that a reader takes is bounded by the geometry."""
+    problems = problems_of(replaced(ENCODED_FIELDS, dotted(f"payload.0.{field}"), value))
+    assert [line for line in problems if re.search(reason, line)], problems

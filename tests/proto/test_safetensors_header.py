@@ -10,13 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cartridge_proto.manifest import Manifest, ValueScale
-from cartridge_proto.safetensors_header import (
-    MAX_HEADER_BYTES,
-    InvalidPayload,
-    check_blob,
-    tensor_ranges,
-)
+from cartridge_proto.manifest import MAX_HEADER_BYTES, Manifest, ValueScale
+from cartridge_proto.safetensors_header import InvalidPayload, check_blob, tensor_ranges
 from tests.proto.sample_artifact import sample_artifact, with_header
 
 MANIFEST, BLOB = sample_artifact()

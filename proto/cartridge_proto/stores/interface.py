@@ -129,11 +129,12 @@ class Store(Protocol):
         ...
 
     def verify(self, digest: Digest) -> Manifest:
-        """Read an artifact whole and check every digest, shape and range in it.
+        """Read an artifact whole, decode it, and check every digest, shape and range in it.
 
         Raises:
             NotInStore: the manifest or a blob is missing.
             CorruptStore: naming the first thing that does not match.
+            StoreError: the package for a blob's codec is not installed.
         """
         ...
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar, final
 
+from cartridge_proto.codecs import CodecUnavailable, read_decoded_blob
 from cartridge_proto.digest import Digest, parse_digest, sha256_digest
 from cartridge_proto.manifest import (
     MAX_MANIFEST_BYTES,
@@ -196,12 +197,14 @@ class VerifiedStore(abc.ABC):
             blob_digest = parse_digest(blob.sha256)
             # Sizes first, so that no memory is taken for a blob that is not there.
             check_size(blob_digest, self._blob_size(blob_digest), blob.size_bytes)
-            buffer = memoryview(bytearray(blob.size_bytes))
-            self.read_blob_into(blob_digest, buffer)
+            buffer = memoryview(bytearray(blob.decoded_bytes))
             try:
+                read_decoded_blob(self, blob, buffer)
                 check_blob(manifest, blob.sha256, buffer)
             except InvalidPayload as error:
                 raise CorruptStore(f"blob {blob.sha256}: {error}") from error
+            except CodecUnavailable as error:
+                raise StoreError(f"blob {blob.sha256}: {error}") from error
         return manifest
 
     # --- writing -------------------------------------------------------------------------------
