@@ -748,12 +748,13 @@ def _verified(
     manifest = _read_manifest(digest, memories[0])
     refuse_unfit(manifest, engine)
     blobs = memories[1:]
-    if [blob.size_bytes for blob in manifest.payload] != [memory.size_bytes for memory in blobs]:
+    sizes_bytes = [blob.decoded_bytes for blob in manifest.payload]
+    if sizes_bytes != [memory.size_bytes for memory in blobs]:
         raise Distrust("the memory does not have the sizes of its payload")
     for blob, memory in zip(manifest.payload, blobs, strict=True):
         with map_memory(memory.reference) as mapping, memoryview(mapping) as view:
             found = "sha256:" + hashlib.sha256(view).hexdigest()
-            if found != blob.sha256:
+            if found != blob.decoded_sha256:
                 raise Distrust(f"blob {blob.sha256}: its memory hashes to {found}")
             try:
                 check_blob(manifest, blob.sha256, view)

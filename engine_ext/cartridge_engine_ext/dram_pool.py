@@ -26,8 +26,9 @@ from cartridge_engine_ext.errors import Refusal
 from cartridge_engine_ext.eviction import EvictionPolicy, LeastRecentlyUsed
 from cartridge_engine_ext.folder_locks import DeadlinePassed
 from cartridge_engine_ext.sealed_memory import SealedMemory
-from cartridge_proto.digest import Digest, parse_digest
-from cartridge_proto.manifest import Manifest
+from cartridge_proto.codecs import CodecUnavailable, read_decoded_blob
+from cartridge_proto.digest import Digest
+from cartridge_proto.manifest import Blob, Manifest
 from cartridge_proto.residency import FailureReason
 from cartridge_proto.safetensors_header import InvalidPayload, check_blob
 from cartridge_proto.stores import NotInStore, StoreError, StoreUnavailable
@@ -88,7 +89,7 @@ class _Entry:
         return self.num_users > 0 or (self.is_prefetch and now_s < self.deadline_s)
 
     def as_holding(self) -> Holding:
-        size_bytes = self.manifest.payload_bytes if self.manifest is not None else None
+        size_bytes = self.manifest.decoded_bytes if self.manifest is not None else None
         return Holding(
             digest=self.digest,
             is_ready=self.state is _State.READY,
@@ -422,7 +423,7 @@ class DramPool:
                 return 0, []
             free = self._capacity_bytes - self._used_bytes()
             idle = sum(e.reserved_bytes for e in self._entries.values() if e.is_evictable)
-            missing = max(0, waiting[0].manifest.payload_bytes - free - idle)
+            missing = max(0, waiting[0].manifest.decoded_bytes - free - idle)
             used = [
                 entry
                 for entry in self._entries.values()
@@ -555,7 +556,7 @@ class DramPool:
                 raise _unwanted(entry.digest)
         if entry.manifest is None:
             entry.manifest = self._examine(entry.digest)
-        if not self._reserve(entry, entry.manifest.payload_bytes):
+        if not self._reserve(entry, entry.manifest.decoded_bytes):
             return None
         return self._read(entry, entry.manifest)
 
@@ -567,10 +568,10 @@ class DramPool:
             # The words of `claims` for an artifact that the scope may not see.
             raise _store_refusal(error, f"{digest} is not in the store") from error
         self._admit(manifest)
-        if manifest.payload_bytes > self._capacity_bytes:
+        if manifest.decoded_bytes > self._capacity_bytes:
             raise Refusal(
                 FailureReason.CAPACITY,
-                f"{manifest.payload_bytes} bytes; the dram tier holds {self._capacity_bytes}",
+                f"{manifest.decoded_bytes} bytes; the dram tier holds {self._capacity_bytes}",
             )
         return manifest
 
@@ -579,7 +580,7 @@ class DramPool:
         try:
             tier = self._source.fetch(entry.digest, entry.deadline_s)
             for blob in manifest.payload:
-                memories[blob.sha256] = self._read_blob(manifest, blob.sha256, blob.size_bytes)
+                memories[blob.sha256] = self._read_blob(manifest, blob)
         except BaseException as error:
             for memory in memories.values():
                 memory.close()
@@ -587,16 +588,20 @@ class DramPool:
                 raise _store_refusal(error, str(error)) from error
             if isinstance(error, InvalidPayload):
                 raise Refusal(FailureReason.CORRUPT_ARTIFACT, str(error)) from error
+            if isinstance(error, CodecUnavailable):
+                raise Refusal(FailureReason.UNSUPPORTED, str(error)) from error
             raise
         return Artifact(entry.digest, manifest, memories, tier)
 
-    def _read_blob(self, manifest: Manifest, digest: str, size_bytes: int) -> SealedMemory:
-        def fill(buffer: memoryview) -> None:
-            self._source.read_blob_into(parse_digest(digest), buffer)
-            check_blob(manifest, digest, buffer)
-            self._check(manifest, digest, buffer)
+    def _read_blob(self, manifest: Manifest, blob: Blob) -> SealedMemory:
+        """Sealed memory with a blob's decoded bytes; what is stored is in memory meanwhile."""
 
-        return SealedMemory(size_bytes, fill)
+        def fill(buffer: memoryview) -> None:
+            read_decoded_blob(self._source, blob, buffer)
+            check_blob(manifest, blob.sha256, buffer)
+            self._check(manifest, blob.sha256, buffer)
+
+        return SealedMemory(blob.decoded_bytes, fill)
 
     # --- room ----------------------------------------------------------------------------------
     def _used_bytes(self) -> int:
@@ -648,7 +653,7 @@ class DramPool:
         """Whether a waiting load could take room now. Called with the lock held."""
         if entry.manifest is None or not self._is_first(entry):
             return False
-        return self._victims(entry.manifest.payload_bytes) is not None
+        return self._victims(entry.manifest.decoded_bytes) is not None
 
     def _is_first(self, entry: _Entry) -> bool:
         """Whether no load of higher priority waits for room. Called with the lock held."""

@@ -59,7 +59,7 @@ class ArtifactReader(Protocol):
         ...
 
     def read_blob_into(self, digest: Digest, buffer: memoryview) -> None:
-        """Fill memory of exactly the blob's size; raises a `StoreError`."""
+        """Fill memory of exactly the size of the stored blob; raises a `StoreError`."""
         ...
 
 

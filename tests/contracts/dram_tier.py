@@ -6,6 +6,7 @@ module gives it a fixture `tier` and the `store` behind it.
 
 import time
 
+import msgspec
 import pytest
 
 from cartridge_engine_ext.dram_tier import DramTier
@@ -18,9 +19,16 @@ from tests.engine_ext.stored_artifacts import (
     ObservedStore,
     blob_path,
     flip_bit,
+    put_artifact,
     put_sample,
 )
 from tests.engine_ext.waiting import until
+from tests.proto.encoded_artifact import (
+    encoded,
+    encoded_sample,
+    encoding_of,
+    with_stored_blob,
+)
 from tests.proto.sample_artifact import sample_artifact
 
 ABSENT = sha256_digest(b"absent")
@@ -85,6 +93,36 @@ class DramTierContract:
         tier.acquire(digest, long_deadline())
         assert tier.wait(digest, WAIT_S)[0].digest == digest
 
+    def test_an_encoded_artifact_is_kept_decoded(
+        self, store: ObservedStore, tier: DramTier
+    ) -> None:
+        """Readers see the safetensors file, and its size is what counts."""
+        manifest, stored = encoded_sample()
+        digest = put_artifact(store, manifest, stored)
+        assert len(stored) < SIZE
+        tier.acquire(digest, long_deadline())
+        artifact, _ = tier.wait(digest, WAIT_S)
+        with map_memory(artifact.memories[manifest.payload[0].sha256].reference) as mapping:
+            assert mapping[:] == BLOB
+        holding = tier.holding(digest)
+        assert holding is not None
+        assert holding.size_bytes == artifact.size_bytes == SIZE
+        assert tier.used_bytes >= SIZE
+
+    def test_what_decodes_to_something_else_is_corrupt(
+        self, store: ObservedStore, tier: DramTier
+    ) -> None:
+        """Right stored bytes of a blob whose decoded digest is another are refused."""
+        manifest, stored = encoded_sample()
+        [blob] = manifest.payload
+        encoding = msgspec.structs.replace(encoding_of(blob), sha256=sha256_digest(b"other"))
+        wrong = msgspec.structs.replace(blob, encoding=encoding)
+        digest = put_artifact(store, with_stored_blob(manifest, wrong), stored)
+        tier.acquire(digest, long_deadline())
+        with pytest.raises(Refusal, match="decoded bytes hash to") as caught:
+            tier.wait(digest, WAIT_S)
+        assert caught.value.reason is FailureReason.CORRUPT_ARTIFACT
+
     def test_what_nobody_acquired_cannot_be_polled(self, tier: DramTier) -> None:
         """Polling and waiting start no load, and releasing ends nothing."""
         tier.release(ABSENT)
@@ -124,11 +162,13 @@ class DramTierContract:
         self, store: ObservedStore, tier: DramTier
     ) -> None:
         """No room will ever do; the refusal has the number."""
-        digest, manifest = put_sample(store, num_tokens=200)
-        tier.acquire(digest, long_deadline())
-        with pytest.raises(Refusal, match=str(manifest.payload_bytes)) as caught:
-            tier.wait(digest, WAIT_S)
-        assert caught.value.reason is FailureReason.CAPACITY
+        large, blob = sample_artifact(num_tokens=200)
+        for manifest, stored in ((large, blob), encoded(large, blob)):
+            digest = put_artifact(store, manifest, stored)
+            tier.acquire(digest, long_deadline())
+            with pytest.raises(Refusal, match=str(len(blob))) as caught:
+                tier.wait(digest, WAIT_S)
+            assert caught.value.reason is FailureReason.CAPACITY
 
     def test_an_idle_artifact_can_be_evicted(self, store: ObservedStore, tier: DramTier) -> None:
         """Not while it is used; then it is gone, and the next acquire reads it again."""
