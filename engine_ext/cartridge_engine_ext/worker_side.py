@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,10 +28,14 @@ from cartridge_engine_ext.load_plan import (
     TensorReference,
 )
 from cartridge_engine_ext.sealed_memory import map_memory
-from cartridge_engine_ext.virtual_prefix import rows_of_range, slot_range
+from cartridge_engine_ext.thread_priority import yield_to_serving
+from cartridge_engine_ext.virtual_prefix import SegmentRows, rows_of_range, slot_range
 from cartridge_kernels.rope import relocate_keys
 
 logger = logging.getLogger(__name__)
+
+CHUNK_TOKENS = 1024
+"""Positions that are moved, cast and written at a time."""
 
 _LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -93,7 +97,10 @@ class WorkerSide:
         self._layers: list[AttentionLayer] = []
         self._reader: CacheReader | None = None
         self._captured: dict[str, dict[int, Captured]] = {}
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="cartridge-writer")
+        self._key_staging, self._value_staging = _Staging(), _Staging()
+        self._executor = ThreadPoolExecutor(
+            1, thread_name_prefix="cartridge-writer", initializer=yield_to_serving
+        )
         self._lock = threading.Lock()
         self._results: dict[str, LoadResult] = {}
         self._finished: set[str] = set()
@@ -168,40 +175,50 @@ class WorkerSide:
 
     def _write(self, load: Load) -> int:
         slots = torch.tensor(
-            slot_range(load.block_ids, load.start, load.stop, self._block_size), dtype=torch.int64
+            slot_range(load.block_ids, load.start, load.stop, self._block_size),
+            dtype=torch.int64,
+            device=self._layers[0].kv_cache.device,
         )
         lengths = [segment.num_tokens for segment in load.segments]
-        rows = rows_of_range(lengths, load.start, load.stop)
-        heads = self._shard.heads
+        chunks = [
+            (
+                begin - load.start,
+                rows_of_range(lengths, begin, min(begin + CHUNK_TOKENS, load.stop)),
+            )
+            for begin in range(load.start, load.stop, CHUNK_TOKENS)
+        ]
         size_bytes = 0
-        with _Mappings() as mappings, _beside_forward_passes(self._layers[0].kv_cache.device):
+        with _Mappings() as mappings, _beside_forward_passes(slots.device):
             for index, layer in enumerate(self._layers):
-                keys, values = [], []
-                for part in rows:
-                    segment = load.segments[part.index]
-                    key = mappings.tensor(segment.keys[index])[heads, part.begin : part.end]
-                    value = mappings.tensor(segment.values[index])[heads, part.begin : part.end]
-                    keys.append(
-                        relocate_keys(key, segment.num_positions, self._inverse_frequencies)
+                for place, rows in chunks:
+                    key, value = self._stage(load, index, rows, mappings)
+                    layer.impl.do_kv_cache_update(
+                        layer, key, value, layer.kv_cache, slots[place : place + len(key)]
                     )
-                    values.append(value)
-                size_bytes += self._write_layer(layer, keys, values, slots)
+                    size_bytes += key.nbytes + value.nbytes
         return size_bytes
 
-    def _write_layer(
-        self,
-        layer: AttentionLayer,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
-        slots: torch.Tensor,
-    ) -> int:
-        cache = layer.kv_cache
-        # The backend's writer wants [num_tokens, num_kv_heads, head_dim].
-        key, value = (
-            _cast(torch.cat(rows, 1), cache).transpose(0, 1).contiguous() for rows in (keys, values)
+    def _stage(
+        self, load: Load, layer: int, rows: Sequence[SegmentRows], mappings: "_Mappings"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some positions of a layer, [num_tokens, num_kv_heads, head_dim].
+
+        In the cache's dtype and place; overwritten by the next call.
+        """
+        heads = self._shard.heads
+        parts = []
+        for part in rows:
+            segment = load.segments[part.index]
+            key = mappings.tensor(segment.keys[layer])[heads, part.begin : part.end]
+            value = mappings.tensor(segment.values[layer])[heads, part.begin : part.end]
+            parts.append(
+                (relocate_keys(key, segment.num_positions, self._inverse_frequencies), value)
+            )
+        cache = self._layers[layer].kv_cache
+        return (
+            self._key_staging.fill([key for key, _ in parts], cache),
+            self._value_staging.fill([value for _, value in parts], cache),
         )
-        layer.impl.do_kv_cache_update(layer, key, value, cache, slots.to(cache.device))
-        return key.nbytes + value.nbytes
 
     def _read_back(self, capture: Capture) -> Captured:
         assert self._reader is not None  # noqa: S101 - vLLM registers caches before any step
@@ -211,16 +228,30 @@ class WorkerSide:
         ]
 
 
-def _cast(rows: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Rows in the cache's dtype and place.
+class _Staging:
+    """Memory that rows pass through on their way to the cache: allocated once, written often."""
 
-    Raises:
-        ValueError: the cache's dtype has no number for some of them.
-    """
-    cast = rows.to(cache.device, cache.dtype)
-    if cast.dtype != rows.dtype and not bool(cast.isfinite().all()):
-        raise ValueError(f"{rows.dtype} keys or values do not fit the KV cache's {cache.dtype}")
-    return cast
+    def __init__(self) -> None:
+        self._rows = torch.empty(0)
+
+    def fill(self, parts: Sequence[torch.Tensor], cache: torch.Tensor) -> torch.Tensor:
+        """Parts [num_kv_heads, num_tokens, head_dim] behind one another, token by token.
+
+        Raises:
+            ValueError: the cache's dtype has no number for some of them.
+        """
+        num_heads, _, head_dim = parts[0].shape
+        wanted = (CHUNK_TOKENS, num_heads, head_dim)
+        if self._rows.shape != wanted or self._rows.dtype != cache.dtype:
+            self._rows = torch.empty(wanted, dtype=cache.dtype, device=cache.device)
+        end = 0
+        for part in parts:
+            begin, end = end, end + part.shape[1]
+            rows = self._rows[begin:end]
+            rows.copy_(part.transpose(0, 1))
+            if part.dtype != cache.dtype and not bool(rows.isfinite().all()):
+                raise ValueError(f"{part.dtype} keys or values do not fit {cache.dtype}")
+        return self._rows[:end]
 
 
 @contextlib.contextmanager
