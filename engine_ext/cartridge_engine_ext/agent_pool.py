@@ -35,6 +35,7 @@ from cartridge_engine_ext.dram_tier import (
 )
 from cartridge_engine_ext.errors import Refusal
 from cartridge_engine_ext.sealed_memory import ReceivedMemory, SealedMemory, map_memory
+from cartridge_engine_ext.thread_priority import yield_to_serving
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import InvalidManifest, Manifest, decode_manifest
@@ -699,6 +700,7 @@ class AgentPool:
 
     # --- verifying -------------------------------------------------------------------------------
     def _run_work(self) -> None:
+        yield_to_serving()
         while True:
             work = self._work.get()
             if work is None:

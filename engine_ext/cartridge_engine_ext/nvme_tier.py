@@ -28,6 +28,7 @@ from cartridge_engine_ext.folder_locks import (
     wait_until_retry,
 )
 from cartridge_engine_ext.ranged_download import MIN_RANGE_BYTES, PartialBlob
+from cartridge_engine_ext.thread_priority import yield_to_serving
 from cartridge_proto.digest import Digest, parse_digest
 from cartridge_proto.failpoints import failpoint
 from cartridge_proto.manifest import Blob, Manifest, manifest_digest
@@ -124,7 +125,9 @@ class NvmeTier:
         self._announced: set[Digest] = set()
         self._known: dict[Digest, Manifest] = {}
         self._stop = threading.Event()
-        self._executor = ThreadPoolExecutor(num_parallel, thread_name_prefix="nvme-fetch")
+        self._executor = ThreadPoolExecutor(
+            num_parallel, thread_name_prefix="nvme-fetch", initializer=yield_to_serving
+        )
         with _disk(root):
             for folder in (self._blobs, self._manifests, self._partial, self._locks):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -223,7 +226,7 @@ class NvmeTier:
                 self._complete(partial, manifest, deadline_s, progressed)
         if not self._folder.manifest_path(Digest(manifest_digest(manifest))).exists():
             with self._folder_locked():
-                self._folder.put_manifest(manifest)
+                self._write_manifest(manifest)
         failpoint("nvme_after_manifest")
         for name, lock in list(locks.items()):
             # One that was lost on the way to shared is looked at again by the next round.
@@ -311,6 +314,15 @@ class NvmeTier:
         failpoint("nvme_after_rename")
         sync_folder(self._blobs)
         partial.remove_journal()
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        try:
+            self._folder.put_manifest(manifest)
+        except StoreUnavailable as error:
+            # The folder is a store to its own code; to callers it is this tier's disk.
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from error
+            raise
 
     # --- reading -------------------------------------------------------------------------------
     def read_blob_into(self, digest: Digest, buffer: memoryview) -> None:

@@ -710,3 +710,34 @@ def test_threads_in_any_order_keep_the_invariants(name: EvictionPolicyName, tmp_
         assert errors == []
         until(lambda: all(holding.is_ready for holding in pool.holdings()))
         assert not any(holding.num_users or holding.pinned_by for holding in pool.holdings())
+
+
+def test_bytes_are_hashed_on_every_load(tmp_path: Path) -> None:
+    """What was whole once is looked at again when it is read again, and refused."""
+    store = ObservedStore(tmp_path)
+    digest, manifest = put_sample(store)
+    with pool_over(store) as pool:
+        use(pool, digest)
+        assert pool.evict(digest) is None
+        use(pool, digest)
+        assert pool.evict(digest) is None
+        flip_bit(blob_path(store, manifest))
+        assert refusal_of(lambda: use(pool, digest)).reason is FailureReason.CORRUPT_ARTIFACT
+
+
+def test_the_inside_of_an_artifact_is_looked_at_once(tmp_path: Path) -> None:
+    """Header, tensors and numbers follow from bytes that are hashed: no second look."""
+    store = ObservedStore(tmp_path)
+    digest, _ = put_sample(store)
+    looked_at: list[str] = []
+    pool = DramPool(
+        source=store,
+        capacity_bytes=1 << 20,
+        num_loaders=1,
+        check=lambda manifest, blob, buffer: looked_at.append(blob),
+    )
+    for _ in range(3):
+        use(pool, digest)
+        assert pool.evict(digest) is None
+    pool.close()
+    assert len(looked_at) == 1
