@@ -7,6 +7,7 @@ writable view after sealing; the kernel enforces it.
 Source: memfd_create(2), fcntl(2) "File Sealing".
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -38,12 +39,7 @@ class SealedMemory:
         self._descriptor = os.memfd_create("cartridge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._descriptor, size_bytes)
-            with mmap.mmap(self._descriptor, size_bytes) as mapping:
-                view = memoryview(mapping)
-                try:
-                    fill(view)
-                finally:
-                    view.release()
+            _fill(mmap.mmap(self._descriptor, size_bytes), fill)
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
             self.close()
@@ -69,6 +65,22 @@ class SealedMemory:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _fill(mapping: mmap.mmap, fill: Callable[[memoryview], None]) -> None:
+    """Fill a mapping and take it away; sealing needs that nobody can write any more."""
+    view = memoryview(mapping)
+    try:
+        fill(view)
+    except BaseException:
+        # The frames that raised may hold views of the bytes, which then go with the error: that
+        # the mapping cannot be closed yet must not be what the caller hears.
+        with contextlib.suppress(BufferError):
+            view.release()
+            mapping.close()
+        raise
+    view.release()
+    mapping.close()
 
 
 class ReceivedMemory(SealedMemory):

@@ -1,6 +1,7 @@
 """Sealed memory: nobody can change it, other processes can read it, and only the right one."""
 
 import fcntl
+import gc
 import mmap
 import os
 import subprocess
@@ -111,6 +112,20 @@ def test_a_failed_fill_leaves_nothing_open() -> None:
     before = num_descriptors()
     with pytest.raises(RuntimeError, match="bad bytes"):
         SealedMemory(len(DATA), fail)
+    assert num_descriptors() == before
+
+
+def test_a_failed_fill_that_still_has_a_view_is_told_as_it_is() -> None:
+    """What went wrong is heard, not that the memory could not be closed at once."""
+    before = num_descriptors()
+
+    def fill(view: memoryview) -> None:
+        part = view[1:]  # alive in the traceback
+        raise RuntimeError(f"bad bytes after {len(part)}")
+
+    with pytest.raises(RuntimeError, match="bad bytes after 9"):
+        SealedMemory(10, fill)
+    gc.collect()
     assert num_descriptors() == before
 
 
