@@ -178,7 +178,7 @@ class PartialBlob:
         """Hash the whole file; if it is wrong, forget the ranges that are, by the tensors' digests.
 
         A part that no tensor covers (the header) has no digest of its own: it is forgotten when all
-        tensors are right.
+        tensors are right. Of an encoded blob everything is: tensors' digests are of other bytes.
 
         Raises:
             OSError: of the disk.
@@ -187,19 +187,7 @@ class PartialBlob:
         if self._hash(0, self._size_bytes) == self.digest:
             failpoint("nvme_after_verify")
             return True
-        spans = sorted(
-            (tensor.byte_range, tensor.sha256)
-            for tensor in manifest.tensors.values()
-            if tensor.blob == self.digest
-        )
-        wrong = [
-            span for span, digest in spans if span[0] < span[1] and self._hash(*span) != digest
-        ]
-        if not wrong:
-            # Between, before and behind the tensors.
-            edges = [0, *(edge for span, _ in spans for edge in span), self._size_bytes]
-            gaps = zip(edges[::2], edges[1::2], strict=True)
-            wrong = [(begin, end) for begin, end in gaps if begin < end]
+        wrong = self._wrong_spans(manifest)
         with self._lock:
             for begin, end in wrong:
                 first, last = begin // self._range_bytes, (end - 1) // self._range_bytes
@@ -209,6 +197,25 @@ class PartialBlob:
             lines = [head, *(str(index).encode() for index in sorted(self._finished))]
             os.write(self._journal, b"\n".join(lines) + b"\n")
         return False
+
+    def _wrong_spans(self, manifest: Manifest) -> list[tuple[int, int]]:
+        """Bytes [begin, end) of a file with the wrong digest that may be what is wrong in it."""
+        if any(blob.sha256 == self.digest and blob.encoding for blob in manifest.payload):
+            return [(0, self._size_bytes)]
+        spans = sorted(
+            (tensor.byte_range, tensor.sha256)
+            for tensor in manifest.tensors.values()
+            if tensor.blob == self.digest
+        )
+        wrong = [
+            span for span, digest in spans if span[0] < span[1] and self._hash(*span) != digest
+        ]
+        if wrong:
+            return wrong
+        # Between, before and behind the tensors.
+        edges = [0, *(edge for span, _ in spans for edge in span), self._size_bytes]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        return [(begin, end) for begin, end in gaps if begin < end]
 
     def sync(self) -> None:
         """Let the bytes outlive a crash of the machine."""

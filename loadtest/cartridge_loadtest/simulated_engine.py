@@ -16,6 +16,7 @@ from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epo
 from cartridge_loadtest.dram_tier import DramTier, LoadedArtifact, PayloadTooLarge
 from cartridge_loadtest.openai_bodies import GenerationRequest
 from cartridge_proto.claims import FalseClaim, check_claims
+from cartridge_proto.codecs import read_decoded_blob
 from cartridge_proto.compatibility import (
     EngineIdentity,
     incompatibilities,
@@ -321,13 +322,13 @@ def _read_verified(store: Store, digest: Digest) -> LoadedArtifact:
     manifest = store.verify(digest)
     hasher = hashlib.sha256()
     for blob in manifest.payload:
-        buffer = memoryview(bytearray(blob.size_bytes))
-        store.read_blob_into(parse_digest(blob.sha256), buffer)
+        buffer = memoryview(bytearray(blob.decoded_bytes))
+        read_decoded_blob(store, blob, buffer)
         hasher.update(buffer)
     return LoadedArtifact(
         manifest=manifest,
         payload_digest=Digest(f"sha256:{hasher.hexdigest()}"),
-        size_bytes=manifest.payload_bytes,
+        size_bytes=manifest.decoded_bytes,
     )
 
 

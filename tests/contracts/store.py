@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from cartridge_proto.digest import Digest, sha256_digest
-from cartridge_proto.manifest import InvalidManifest, ManifestDigest, manifest_digest
+from cartridge_proto.manifest import Blob, InvalidManifest, ManifestDigest, manifest_digest
 from cartridge_proto.stores import CorruptStore, NotInStore, Store
 from cartridge_proto.stores.copying import copy_artifact
+from tests.proto.encoded_artifact import encoded_sample, encoding_of, with_stored_blob
 from tests.proto.sample_artifact import sample_artifact
 
 MANIFEST, BLOB = sample_artifact()
@@ -209,6 +210,29 @@ class StoreContract:
         assert store.verify(store.resolve(MANIFEST.alias)) == MANIFEST
         again = copy_artifact(source, store, digest)
         assert (again.alias, again.copied_bytes, again.present_bytes) == (None, 0, len(BLOB))
+
+    # --- encoded blobs -------------------------------------------------------------------------
+    def test_an_encoded_artifact_is_stored_verified_and_copied(
+        self, store: Store, source: Store
+    ) -> None:
+        """A store moves the stored bytes, and verifies what they decode to."""
+        manifest, stored = encoded_sample()
+        source.put_blob(stored)
+        digest = source.put_manifest(manifest)
+        copied = copy_artifact(source, store, digest)
+        assert copied.copied_bytes == len(stored) < len(BLOB)
+        assert store.verify(digest) == store.read_manifest(digest) == manifest
+        assert read(store, Digest(manifest.payload[0].sha256), len(stored)) == stored
+
+    def test_stored_bytes_that_do_not_decode_are_corrupt(self, store: Store) -> None:
+        """The blob is what its name says, and still not what the manifest says."""
+        manifest, stored = encoded_sample()
+        encoding = encoding_of(manifest.payload[0])
+        blob = Blob(sha256=store.put_blob(stored + b"x"), size_bytes=len(stored) + 1)
+        wrong = with_stored_blob(manifest, msgspec.structs.replace(blob, encoding=encoding))
+        digest = store.put_manifest(wrong)
+        with pytest.raises(CorruptStore, match="after the last frame"):
+            store.verify(digest)
 
 
 class DamagedStoreContract:

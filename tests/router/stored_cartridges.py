@@ -10,6 +10,7 @@ import msgspec
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import ConventionKind, Manifest, PositionLayout, manifest_digest
 from cartridge_proto.stores import LocalStore
+from tests.proto.encoded_artifact import encoded
 from tests.proto.sample_artifact import sample_artifact
 
 
@@ -22,6 +23,7 @@ def put_cartridge(
     convention: ConventionKind = ConventionKind.SYSTEM_TURN,
     layout: PositionLayout = PositionLayout.SEQUENTIAL,
     readers: tuple[str, ...] = ("*",),
+    is_encoded: bool = False,
     **changes: Any,
 ) -> Manifest:
     """Store a sample as `name@1`; `changes` replace top-level fields of its manifest."""
@@ -34,6 +36,8 @@ def put_cartridge(
         readers=readers,
     )
     manifest = msgspec.structs.replace(manifest, **changes)
+    if is_encoded:
+        manifest, blob = encoded(manifest, blob)
     store.put_blob(blob)
     store.set_alias(manifest.alias, store.put_manifest(manifest))
     return manifest

@@ -115,6 +115,40 @@ def test_copy_brings_artifacts_to_another_store(
     assert LocalStore(tmp_path / "back").verify(digest_of(manifest)) == manifest
 
 
+def test_an_encoded_cartridge_is_shown_verified_and_copied(
+    store: LocalStore, tmp_path: Path, capsys: Capture
+) -> None:
+    """Sizes are those of the stored bytes; a flipped bit is found as in any other."""
+    manifest = put_cartridge(store, is_encoded=True)
+    stored_bytes = manifest.payload_bytes
+    assert stored_bytes < manifest.decoded_bytes
+    target = str(tmp_path / "target")
+    copy = ["cartridge", "copy", "--from", str(store.root), "--to", target, "--json"]
+    assert run([*copy, "harbour-rules@1"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["copied_bytes"] == stored_bytes
+    for place in (str(store.root), target):
+        assert run(["cartridge", "verify", "--store", place, "harbour-rules@1"]) == 0
+        assert run(["cartridge", "list", "--store", place, "--json"]) == 0
+        said = capsys.readouterr().out.removeprefix("harbour-rules@1: ok\n")
+        assert json.loads(said)[0]["size_bytes"] == stored_bytes
+    assert run(["cartridge", "show", "--store", target, "harbour-rules@1"]) == 0
+    (blob,) = json.loads(capsys.readouterr().out)["payload"]
+    assert blob["encoding"]["codec"] == "shuffle-zstd"
+    flip_a_bit(store, manifest)
+    assert run(["cartridge", "verify", "--store", str(store.root), "harbour-rules@1"]) == 1
+    assert "hash to" in capsys.readouterr().out
+
+
+def test_verify_says_what_to_install(
+    store: LocalStore, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the codec's package an encoded artifact is a problem with a way out."""
+    put_cartridge(store, is_encoded=True)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert run(["cartridge", "verify", "--store", str(store.root), "harbour-rules@1"]) == 1
+    assert "pip install 'cartridge-router[codecs]'" in capsys.readouterr().out
+
+
 def test_copy_goes_on_after_a_problem(store: LocalStore, tmp_path: Path, capsys: Capture) -> None:
     """What does not verify is not copied, the rest is; the status says so."""
     put_cartridge(store)
