@@ -9,6 +9,7 @@ import pytest
 from cartridge_engine_ext.nvme_source import NvmeSource
 from cartridge_engine_ext.nvme_tier import NvmeTier
 from cartridge_proto.digest import Digest, sha256_digest
+from cartridge_proto.names import ENV_FAILPOINT
 from cartridge_proto.residency import Tier
 from cartridge_proto.stores import NotInStore
 from tests.engine_ext.stored_artifacts import ObservedStore, put_artifact
@@ -75,6 +76,30 @@ def test_without_room_the_store_is_read(
     assert source.fetch(digest, soon()) is Tier.REMOTE
     assert read(source) == BLOB
     tier.close()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        *("nvme_before_range", "nvme_after_journal", "nvme_after_verify", "nvme_before_rename"),
+        *("nvme_after_manifest", "before_write", "after_fsync", "after_rename"),
+    ],
+)
+def test_a_failing_disk_is_read_past(
+    store: ObservedStore,
+    tier: NvmeTier,
+    digest: Digest,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+) -> None:
+    """EIO at any step, also while the manifest is written, fails no load that the store serves."""
+    source = NvmeSource(store, tier)
+    monkeypatch.setenv(ENV_FAILPOINT, f"{step}:error")
+    assert source.fetch(digest, soon()) is Tier.REMOTE
+    assert read(source) == BLOB
+    monkeypatch.delenv(ENV_FAILPOINT)
+    source.fetch(digest, soon())
+    assert tier.contains(digest)
 
 
 def test_damage_on_the_disk_is_read_around(
