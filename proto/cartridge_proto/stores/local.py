@@ -89,6 +89,9 @@ class LocalStore(VerifiedStore):
     ) -> Iterator[int]:
         with open_regular(self.blob_path(digest)) as descriptor:
             check_size(digest, os.fstat(descriptor).st_size, size_bytes)
+            # The kernel reads on while a piece is hashed.
+            os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_SEQUENTIAL)
+            os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_WILLNEED)
             position = 0
             while position < len(buffer):
                 piece = buffer[position : position + PIECE_BYTES]

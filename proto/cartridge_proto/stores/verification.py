@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar, final
 
 from cartridge_proto.codecs import CodecUnavailable, read_decoded_blob
@@ -35,6 +36,9 @@ MAX_LISTED = 100_000
 """Names that one listing may hold."""
 PIECE_BYTES = 1 << 20
 """Bytes that are read at a time, so that they are hashed while the processor still has them."""
+
+MIN_BESIDE_BYTES = 4 << 20
+"""From this size on a blob is hashed on a thread of its own while it is read."""
 
 T = TypeVar("T")
 
@@ -161,10 +165,11 @@ class VerifiedStore(abc.ABC):
         hasher = hashlib.sha256()
         size_bytes = len(buffer)
         position = 0
-        for count in self._read_pieces(parse_digest(digest), 0, buffer, size_bytes):
-            hasher.update(buffer[position : position + count])
-            position += count
-            on_bytes(count)
+        with _hashing_beside(hasher, size_bytes) as update:
+            for count in self._read_pieces(parse_digest(digest), 0, buffer, size_bytes):
+                update(buffer[position : position + count])
+                position += count
+                on_bytes(count)
         _check_end(digest, position, size_bytes)
         found = "sha256:" + hasher.hexdigest()
         if found != digest:
@@ -291,6 +296,30 @@ def _decode_alias(alias: str, data: bytes) -> Digest:
         return parse_digest(data.decode("ascii", "replace"))
     except ValueError as error:
         raise CorruptStore(f"alias {alias}: {error}") from error
+
+
+@contextlib.contextmanager
+def _hashing_beside(
+    hasher: "hashlib._Hash", size_bytes: int
+) -> Iterator[Callable[[memoryview], None]]:
+    """Hash pieces in order on a thread of its own, one piece behind the reading.
+
+    Small blobs are hashed at once. When the block ends, all pieces are hashed.
+    """
+    if size_bytes < MIN_BESIDE_BYTES:
+        yield hasher.update
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="store-hashing") as executor:
+        running: list[Future[None]] = []
+
+        def update(piece: memoryview) -> None:
+            running.append(executor.submit(hasher.update, piece))
+            if len(running) > 1:
+                running.pop(0).result()
+
+        yield update
+        for last in running:
+            last.result()
 
 
 def _check_end(digest: Digest, position: int, size_bytes: int) -> None:
