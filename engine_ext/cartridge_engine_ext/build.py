@@ -1,7 +1,7 @@
-"""Builds a Cartridge from a text: one ordinary prefill, stored exactly.
+"""Builds a Cartridge from a text: one ordinary prefill, stored exactly or with values in 8 bits.
 
 Owns the prefill with transformers, the probe and the manifest. Refuses texts longer than the
-model's context and templates without a system turn of their own.
+model's context, templates without a system turn of their own and numbers that are none.
 """
 
 import datetime
@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cartridge_engine_ext import identity
 from cartridge_engine_ext.chat_template import renderer_of, system_turn, tokenize_verbatim
 from cartridge_engine_ext.errors import ConfigurationError
-from cartridge_engine_ext.payload import pack_payload
+from cartridge_engine_ext.payload import pack_payload, quantised_values
 from cartridge_engine_ext.prefill_manifest import prefill_manifest
+from cartridge_kernels.scaled_values import dequantise_values
+from cartridge_proto.codecs import CODECS
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import (
     Access,
@@ -37,6 +39,7 @@ DEFAULT_INSTRUCTION = "Answer the question from this document.\n\n{document}"
 PROBE_QUESTION = "What is this about?"
 NUM_PROBE_STEPS = 4
 NUM_PROBE_TOP = 5
+VALUE_FORMATS = ("full", "e4m3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -73,6 +76,9 @@ class Builder:
         dtype: element type of the model and of the stored keys and values.
         with_weights_digest: hash the weights, so that engines match by weights.
         say: called with a line for each step that takes a while.
+        codec: how blobs are stored; a name of `cartridge_proto.codecs.CODECS`.
+        values: `full`, or `e4m3` with a scale for each layer, head and channel. The probe is then
+            computed with what the values have become.
     """
 
     def __init__(
@@ -84,7 +90,14 @@ class Builder:
         dtype: torch.dtype,
         with_weights_digest: bool,
         say: Callable[[str], None],
+        codec: str = "identity",
+        values: str = "full",
     ) -> None:
+        if codec not in CODECS:
+            raise ConfigurationError(f"codec: {codec!r} is none of {', '.join(CODECS)}")
+        if values not in VALUE_FORMATS:
+            raise ConfigurationError(f"values: {values!r} is none of {', '.join(VALUE_FORMATS)}")
+        self._codec, self._has_small_values = codec, values == "e4m3"
         self._model_dir = model_dir
         self._store = store
         self._say = say
@@ -112,7 +125,8 @@ class Builder:
             live: the probe's live prompt.
 
         Raises:
-            ConfigurationError: there are no ids, or they do not fit the context.
+            ConfigurationError: there are no ids, they do not fit the context, or the model computes
+                values that are no numbers.
         """
         limit = int(self._model.config.max_position_embeddings)
         if not prefix:
@@ -127,8 +141,10 @@ class Builder:
                 for index, layer in enumerate(cache.layers)
                 for part, tensor in (("k", layer.keys), ("v", layer.values))
             }
+            if self._has_small_values:
+                named = self._quantise(source, named, cache)
             probe = self._probe(cache, live)
-        payload = pack_payload(named)
+        payload = pack_payload(named, self._codec)
         manifest = prefill_manifest(
             name=source.name,
             version=source.version,
@@ -153,6 +169,21 @@ class Builder:
         digest = self._store.put_manifest(manifest)
         self._store.set_alias(manifest.alias, digest)
         return Built(digest, manifest)
+
+    def _quantise(
+        self, source: Source, named: dict[str, torch.Tensor], cache: Any
+    ) -> dict[str, torch.Tensor]:
+        """Quantise values, also in the cache: the probe answers from what is stored."""
+        try:
+            small = quantised_values(named)
+        except ValueError as error:
+            raise ConfigurationError(f"{source.name}: {error}") from error
+        for index, layer in enumerate(cache.layers):
+            name = f"layers.{index}.v"
+            layer.values = dequantise_values(small[name], small[f"{name}_scale"]).to(
+                layer.values.dtype
+            )[None]
+        return small
 
     def _prompts(self, source: Source) -> tuple[list[int], list[int]]:
         """Token ids of the prefix and of the probe's live prompt."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cartridge_proto.codecs import CODECS, CodecUnavailable
 from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.stores import StoreError, open_store
 
@@ -46,6 +47,18 @@ class BuildCommand:
         add("--owner", default="public", help="tenant that owns the artifacts")
         add("--reader", action="append", help="tenant that may use them; default: * (everybody)")
         add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+        add(
+            "--codec",
+            default="identity",
+            choices=list(CODECS),
+            help="how the bytes are stored; default: identity",
+        )
+        add(
+            "--values",
+            default="full",
+            choices=["full", "e4m3"],
+            help="e4m3: 8 bits for each value, with scales; default: full",
+        )
         add("--no-weights-digest", action="store_true", help="do not hash the model's weights")
         add("--json", action="store_true", help="print one JSON object for each Cartridge")
 
@@ -72,6 +85,8 @@ class BuildCommand:
                 dtype=DTYPES[args.dtype],
                 with_weights_digest=not args.no_weights_digest,
                 say=lambda line: print(line, file=sys.stderr, flush=True),
+                codec=args.codec,
+                values=args.values,
             )
             for index, (file, name) in enumerate(zip(args.text, args.name, strict=True)):
                 built = builder.build(
@@ -88,7 +103,7 @@ class BuildCommand:
                     )
                 )
                 _print_built(built, as_json=args.json)
-        except (ConfigurationError, StoreError, OSError, ValueError) as error:
+        except (ConfigurationError, CodecUnavailable, StoreError, OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
         return 0

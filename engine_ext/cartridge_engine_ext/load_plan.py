@@ -30,13 +30,15 @@ class TensorReference:
 class Segment:
     """One artifact of a composition: keys and values by layer, [num_kv_heads, num_tokens, dim].
 
-    `num_positions` is how far its keys move from where they were stored.
+    `num_positions` is how far its keys move from where they were stored. `value_scales` are there
+    if the values are quantised: [num_kv_heads] or [num_kv_heads, dim], by layer.
     """
 
     num_tokens: int
     num_positions: int
     keys: tuple[TensorReference, ...]
     values: tuple[TensorReference, ...]
+    value_scales: tuple[TensorReference, ...] = ()
 
 
 @dataclass(frozen=True)

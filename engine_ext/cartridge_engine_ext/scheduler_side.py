@@ -650,4 +650,5 @@ def _segment(artifact: Artifact | None, offset: int) -> Segment:
         num_positions=offset - manifest.rope.first_position,
         keys=references("k"),
         values=references("v"),
+        value_scales=references("v_scale") if manifest.representation.v_scale else (),
     )

@@ -31,6 +31,7 @@ from cartridge_engine_ext.sealed_memory import map_memory
 from cartridge_engine_ext.thread_priority import yield_to_serving
 from cartridge_engine_ext.virtual_prefix import SegmentRows, rows_of_range, slot_range
 from cartridge_kernels.rope import relocate_keys
+from cartridge_kernels.scaled_values import dequantise_values
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +212,9 @@ class WorkerSide:
             segment = load.segments[part.index]
             key = mappings.tensor(segment.keys[layer])[heads, part.begin : part.end]
             value = mappings.tensor(segment.values[layer])[heads, part.begin : part.end]
+            if segment.value_scales:
+                scale = mappings.tensor(segment.value_scales[layer])[heads]
+                value = dequantise_values(value, scale)
             parts.append(
                 (relocate_keys(key, segment.num_positions, self._inverse_frequencies), value)
             )

@@ -95,10 +95,6 @@ def unsupported(manifest: Manifest) -> list[Mismatch]:
         found.append(Mismatch("rope.stored_keys", manifest.rope.stored_keys, "post"))
     if manifest.rope.first_position != 0:
         found.append(Mismatch("rope.first_position", str(manifest.rope.first_position), "0"))
-    if manifest.representation.v_scale is not None:
-        found.append(
-            Mismatch("representation.v_dtype", manifest.representation.v_dtype, "F32, BF16, F16")
-        )
     kinds = {kind for kind in manifest.geometry.layer_kinds if kind is not LayerKind.FULL}
     if kinds:
         found.append(Mismatch("geometry.layer_kinds", ", ".join(sorted(kinds)), "full"))

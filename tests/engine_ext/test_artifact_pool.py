@@ -1,5 +1,6 @@
 """The dram tier: verified bytes, one read for many users, least recently used first, bounds."""
 
+import math
 import struct
 import threading
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import msgspec
 import pytest
@@ -261,14 +263,44 @@ def test_an_artifact_of_another_model_is_refused_before_it_is_read(tmp_path: Pat
 
 
 def test_a_representation_that_is_not_served_yet_is_refused(tmp_path: Path) -> None:
-    """Scaled float8 values are valid, and unsupported."""
+    """Keys that do not stand from position 0 are valid, and unsupported."""
     store = LocalStore(tmp_path)
-    scale = ValueScale(granularity="head", dtype="F32")
-    digest, manifest = put_sample(store, v_scale=scale)
+    sample, blob = sample_artifact()
+    rope = msgspec.structs.replace(sample.rope, first_position=1)
+    manifest = msgspec.structs.replace(sample, rope=rope)
+    digest = put_artifact(store, manifest, blob)
     with pool_over(store, engine=engine_of(manifest)) as pool:
         refusal = failure(pool, digest)
         assert refusal.reason is FailureReason.UNSUPPORTED
-        assert "representation.v_dtype" in refusal.detail
+        assert "rope.first_position" in refusal.detail
+
+
+@pytest.mark.parametrize("granularity", ["head", "head_channel"])
+def test_quantised_values_are_loaded(
+    tmp_path: Path, granularity: Literal["head", "head_channel"]
+) -> None:
+    """K16/V8 artifacts are kept as they are: codes and scales."""
+    store = LocalStore(tmp_path)
+    scale = ValueScale(granularity=granularity, dtype="F32")
+    digest, manifest = put_sample(store, v_scale=scale)
+    with pool_over(store, engine=engine_of(manifest)) as pool:
+        artifact = use(pool, digest)
+        assert artifact.size_bytes == manifest.payload_bytes
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e37])
+def test_a_scale_that_makes_values_infinite_is_refused(tmp_path: Path, number: float) -> None:
+    """A scale is refused if it is no number, or if the largest code under it would be none."""
+    store = LocalStore(tmp_path)
+    sample, blob = sample_artifact(v_scale=ValueScale(granularity="head", dtype="F32"))
+    begin, _ = sample.tensors["layers.1.v_scale"].byte_range
+    damaged = blob[:begin] + struct.pack("<f", number) + blob[begin + 4 :]
+    manifest = with_blob(sample, damaged)
+    digest = put_artifact(store, manifest, damaged)
+    with pool_over(store, engine=engine_of(manifest)) as pool:
+        refusal = failure(pool, digest)
+        assert refusal.reason is FailureReason.CORRUPT_ARTIFACT
+        assert "layers.1.v_scale" in refusal.detail
 
 
 def test_an_error_nobody_foresaw_fails_the_load_only(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.residency_ledger import MAX_UNREAD, ResidencyLedger, ResidencyRow
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.digest import Digest, sha256_digest
-from cartridge_proto.manifest import Manifest, ValueScale
+from cartridge_proto.manifest import Manifest
 from cartridge_proto.residency import Epoch, ReplicaId, Tier
 from cartridge_proto.v1 import control_pb2, control_pb2_grpc
 from tests.engine_ext.stored_artifacts import WAIT_S, ObservedStore, blob_path, flip_bit, put_sample
@@ -255,7 +255,9 @@ def test_an_artifact_of_another_model_is_a_failed_precondition(control: Control)
 
 def test_an_unsupported_representation_is_unimplemented(control: Control) -> None:
     """UNIMPLEMENTED for what this version does not serve."""
-    digest, _ = control.put(v_scale=ValueScale(granularity="head", dtype="F32"))
+    _, manifest = control.put()
+    rope = msgspec.structs.replace(manifest.rope, first_position=1)
+    digest = control.store.put_manifest(msgspec.structs.replace(manifest, rope=rope))
     assert control.refusal(digest)[0] is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -26,7 +26,10 @@ BAD = LoadResult(0, 0.2, "OSError: gone")
 def test_a_plan_survives_the_way_to_another_process() -> None:
     """Everything in a plan pickles and comes back equal."""
     reference = TensorReference(MemoryReference(1, 2, 3, 4), "F32", (1, 2, 3), 8, 32)
-    load = Load("r", (Segment(2, 5, (reference,), (reference,)),), 0, 2, (7,))
+    segments = tuple(
+        Segment(2, 5, (reference,), (reference,), scales) for scales in ((), (reference,))
+    )
+    load = Load("r", segments, 0, 2, (7,))
     plan = LoadPlan([load], ["f"], [Capture("c", 3, (4,))])
     assert pickle.loads(pickle.dumps(plan)) == plan  # noqa: S301 - our own bytes
 

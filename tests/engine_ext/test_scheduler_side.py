@@ -26,7 +26,7 @@ from cartridge_engine_ext.virtual_prefix import num_blocks
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import OnMiss, cache_salt
 from cartridge_proto.digest import Digest, sha256_digest
-from cartridge_proto.manifest import Manifest, PositionLayout
+from cartridge_proto.manifest import Manifest, PositionLayout, ValueScale
 from cartridge_proto.names import (
     FIELD_CARTRIDGES,
     FIELD_KV_HINTS,
@@ -533,6 +533,25 @@ def test_a_load_names_the_rows_of_every_layer(engine: Engine) -> None:
         assert len({reference.memory for reference in segment.keys + segment.values}) == 1
     assert load.segments[0].keys[0].memory != load.segments[1].keys[0].memory
     assert engine.side.take_plan().loads == []
+
+
+def test_a_load_names_the_scales_of_quantised_values(engine: Engine) -> None:
+    """Plain values have none; those of each layer are named beside its values."""
+    scale = ValueScale(granularity="head_channel", dtype="F32")
+    plain, scaled = engine.put(num_tokens=5), engine.put(num_tokens=5, v_scale=scale)
+    request = request_with(message_of([plain, scaled]))
+    engine.side.on_new_request(request)
+    engine.schedule(request)
+    (load,) = engine.side.take_plan().loads
+    assert load.segments[0].value_scales == ()
+    _, manifest = scaled
+    references = load.segments[1].value_scales
+    assert len(references) == manifest.geometry.num_layers
+    for layer, reference in enumerate(references):
+        tensor = manifest.tensors[f"layers.{layer}.v_scale"]
+        assert (reference.begin, reference.end) == tensor.byte_range
+        assert (reference.dtype, list(reference.shape)) == ("F32", tensor.shape)
+        assert reference.memory == load.segments[1].values[layer].memory
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Compatibility: each field that differs is reported by its name, and nothing else is."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -166,12 +166,11 @@ def test_what_the_virtual_prefix_v1_cannot_do_is_reported(field: str, value: obj
     assert fields_of(found) == [field]
 
 
-def test_quantised_values_are_not_supported_yet() -> None:
-    """Scaled values are reported under the value dtype."""
-    manifest, _ = sample_artifact(v_scale=ValueScale(granularity="head", dtype="F32"))
-    found = unsupported(manifest)
-    assert fields_of(found) == ["representation.v_dtype"]
-    assert found[0].artifact == "F8_E4M3"
+@pytest.mark.parametrize("granularity", ["head", "head_channel"])
+def test_quantised_values_are_supported(granularity: Literal["head", "head_channel"]) -> None:
+    """K16/V8 is served: values are dequantised on their way to the engine's cache."""
+    manifest, _ = sample_artifact(v_scale=ValueScale(granularity=granularity, dtype="F32"))
+    assert unsupported(manifest) == []
 
 
 def test_a_plain_artifact_is_supported() -> None:
