@@ -17,6 +17,7 @@ from tests.integration.fleet import (
     Fleet,
 )
 from tests.integration.running_fleet import running_fleet
+from tests.integration.span_receiver import SpanReceiver, receiving_spans
 from tests.integration.tiny_fleet import running_tiny_fleet
 
 
@@ -48,7 +49,15 @@ def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="session")
-def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def spans() -> Iterator[SpanReceiver]:
+    """What the engine of `tiered` exports."""
+    with receiving_spans() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def tiered(tmp_path_factory: pytest.TempPathFactory, spans: SpanReceiver) -> Iterator[Fleet]:
     """A tiny model's engine with small tiers, for tests that leave it running."""
-    with running_tiny_fleet(tmp_path_factory.mktemp("tiered")) as running:
+    work = tmp_path_factory.mktemp("tiered")
+    with running_tiny_fleet(work, otlp_endpoint=spans.endpoint) as running:
         yield running

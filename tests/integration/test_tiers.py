@@ -4,12 +4,14 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from cartridge_proto import names
 from cartridge_proto.v1 import control_pb2, control_pb2_grpc
 from cartridge_router.demo.stack import MODEL_NAME
 from tests.engine_ext.waiting import until
 from tests.integration.fleet import BLOCK_SIZE, Fleet, document_tokens
+from tests.integration.span_receiver import SpanReceiver
 from tests.integration.tiny_fleet import (
     BYTES_PER_TOKEN,
     CONTROL_TOKEN,
@@ -162,3 +164,32 @@ def test_metrics_beside_vllms_own(tiered: Fleet) -> None:
     assert tiered.metric(names.METRIC_ENGINE_LEFT + "_total") > 0
     assert tiered.metric(names.METRIC_ENGINE_HINTS + "_total") > 0
     assert 0 < tiered.metric(f'{names.METRIC_ENGINE_RESIDENT_BYTES}{{engine="0",') < 10e9
+
+
+def test_a_span_in_the_clients_trace(tiered: Fleet, spans: SpanReceiver) -> None:
+    """The engine's span of the prefix is in the trace that the client began, with its numbers."""
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    request = {
+        "model": MODEL_NAME,
+        "prompt": LIVE,
+        "max_tokens": 1,
+        names.FIELD_CARTRIDGE_IDS: ["tier-1@1"],
+    }
+    response = tiered.client.post(
+        f"{tiered.gateway_url}/v1/completions",
+        json=request,
+        headers={"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"},
+    )
+    assert response.status_code == 200
+
+    def found() -> list[Span]:
+        return [span for span in spans.of_trace(trace_id) if span.name == names.SPAN_PREFIX]
+
+    until(lambda: bool(found()))
+    (span,) = found()
+    numbers = {item.key: item.value for item in span.attributes}
+    assert numbers[names.ATTRIBUTE_NUM_TOKENS].int_value == NUM_TOKENS
+    assert (
+        numbers[names.ATTRIBUTE_COMPOSITION].string_value == response.headers[names.HEADER_DIGEST]
+    )
+    assert span.start_time_unix_nano < span.end_time_unix_nano
