@@ -12,9 +12,10 @@ from cartridge_engine_ext import identity
 from cartridge_engine_ext.artifact_pool import tensor_view
 from cartridge_engine_ext.build import NUM_PROBE_STEPS, NUM_PROBE_TOP, Builder, Source
 from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_proto.codecs import read_decoded_blob
 from cartridge_proto.compatibility import EngineIdentity, incompatibilities, unsupported
 from cartridge_proto.digest import Digest
-from cartridge_proto.manifest import ConventionKind, Manifest
+from cartridge_proto.manifest import ConventionKind, Manifest, ValueScale
 from cartridge_proto.stores import LocalStore
 from tests.engine_ext.tiny_model import (
     BOS,
@@ -49,9 +50,9 @@ def tokens(model_dir: Path, text: str) -> list[int]:
 
 
 def stored(store: LocalStore, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The tensors of an artifact, from its verified blob."""
-    buffer = bytearray(manifest.payload[0].size_bytes)
-    store.read_blob_into(Digest(manifest.payload[0].sha256), memoryview(buffer))
+    """The tensors of an artifact, from its verified and decoded blob."""
+    buffer = bytearray(manifest.payload[0].decoded_bytes)
+    read_decoded_blob(store, manifest.payload[0], memoryview(buffer))
     return {
         name: tensor_view(buffer, tensor.dtype, tensor.shape, *tensor.byte_range)
         for name, tensor in manifest.tensors.items()
@@ -154,6 +155,81 @@ def test_the_probe_is_what_the_model_answers(model_dir: Path, store: LocalStore)
         # One pass over the whole instead of one with a cache: float32 sums in another order.
         assert [value for _, value in step.top] == pytest.approx(top.values.tolist(), abs=1e-5)
         sequence.append(step.token_id)
+
+
+# --- codecs and values in 8 bits -----------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_encoded_artifact_holds_the_same_tensors(
+    dtype: torch.dtype, model_dir: Path, tmp_path: Path
+) -> None:
+    """Fewer bytes, another digest, and the same prefill bit for bit, also by the store's word."""
+    source = Source(text=TEXT, name="harbour")
+    plain = builder_of(model_dir, LocalStore(tmp_path / "plain"), dtype).build(source)
+    store = LocalStore(tmp_path / "encoded")
+    built = builder_of(model_dir, store, dtype, codec="shuffle-zstd").build(source)
+    assert store.verify(Digest(built.digest)) == built.manifest
+    assert built.manifest.payload_bytes < built.manifest.decoded_bytes
+    assert built.manifest.decoded_bytes == plain.manifest.payload_bytes
+    assert built.digest != plain.digest
+    expect_prefill(store, built.manifest, model_dir, tokens(model_dir, HEAD), dtype)
+
+
+@pytest.mark.parametrize("codec", ["identity", "shuffle-zstd"])
+def test_values_in_8_bits_are_near_and_keys_exact(
+    codec: str, model_dir: Path, tmp_path: Path
+) -> None:
+    """Each value is off by half a unit of e4m3 at most, by the float64 product of its code."""
+    source = Source(text=TEXT, name="harbour")
+    full, small = LocalStore(tmp_path / "full"), LocalStore(tmp_path / "small")
+    exact = stored(full, builder_of(model_dir, full).build(source).manifest)
+    built = builder_of(model_dir, small, codec=codec, values="e4m3").build(source)
+    assert small.verify(Digest(built.digest)) == built.manifest
+    assert built.manifest.representation.v_scale == ValueScale(
+        granularity="head_channel", dtype="F32"
+    )
+    found = stored(small, built.manifest)
+    for layer in range(2):
+        assert torch.equal(found[f"layers.{layer}.k"], exact[f"layers.{layer}.k"])
+        scale = found[f"layers.{layer}.v_scale"].double()[:, None, :]
+        values = found[f"layers.{layer}.v"].double() * scale
+        wanted = exact[f"layers.{layer}.v"].double()
+        # 2^-4 of the number, and 2^-10 of the scale below the smallest normal code; and roundings.
+        bound = torch.maximum(wanted.abs() * 2**-4, scale * 2**-10) * (1 + 2**-20)
+        assert bool(((values - wanted).abs() <= bound).all())
+        assert float(found[f"layers.{layer}.v"].to(torch.float32).abs().max()) == 448.0
+
+
+def test_the_probe_answers_from_values_in_8_bits(model_dir: Path, tmp_path: Path) -> None:
+    """It is what an engine computes from what is stored, not from what was there before."""
+    source = Source(TEXT, "harbour")
+    full = builder_of(model_dir, LocalStore(tmp_path / "full")).build(source).manifest
+    store = LocalStore(tmp_path / "small")
+    small = builder_of(model_dir, store, values="e4m3").build(source).manifest
+    assert small.probe != full.probe
+    found = stored(store, small)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        prefix = tokens(model_dir, HEAD)
+        cache = model(torch.tensor([prefix]), use_cache=True).past_key_values
+        for index, layer in enumerate(cache.layers):
+            scale = found[f"layers.{index}.v_scale"][:, None, :]
+            layer.values = (found[f"layers.{index}.v"].to(torch.float32) * scale)[None]
+        live = torch.tensor([small.probe.prompt_token_ids])
+        logits = model(live, past_key_values=cache).logits[0, -1]
+    top = torch.log_softmax(logits, -1).topk(NUM_PROBE_TOP)
+    step = small.probe.steps[0]
+    assert [token for token, _ in step.top] == top.indices.tolist()
+    assert [value for _, value in step.top] == pytest.approx(top.values.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("option", ["codec", "values"])
+def test_an_unknown_codec_or_format_is_refused(
+    option: str, model_dir: Path, store: LocalStore
+) -> None:
+    """Before the model is loaded, with what there is."""
+    options: dict[str, Any] = {option: "other"}
+    with pytest.raises(ConfigurationError, match=f"{option}: 'other' is none of (identity|full)"):
+        builder_of(model_dir, store, **options)
 
 
 # --- repeating -----------------------------------------------------------------------------------
