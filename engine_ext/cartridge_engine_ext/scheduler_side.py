@@ -355,7 +355,11 @@ class SchedulerSide:
             message,
             time.monotonic(),
             {},
-            trace_headers=request.trace_headers,
+            trace_headers=(
+                request.trace_headers
+                if message.traceparent is None
+                else {"traceparent": message.traceparent}
+            ),
             is_proof=self._is_self_test(params),
         )
         self._tracked[request.request_id] = tracked

@@ -30,6 +30,11 @@ class OnMiss(StrEnum):
     DROP = "drop"
 
 
+TraceParent = Annotated[
+    str, msgspec.Meta(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}" + END)
+]
+
+
 class CompositionItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One artifact at its place: `offset` is the position of its first token."""
 
@@ -42,6 +47,7 @@ class CompositionMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """`kv_transfer_params.cartridges`: what a gateway asks an engine to put before a prompt.
 
     `visibility[i]` says whether live tokens may read item i. `deadline_ms` bounds the load.
+    `traceparent` links the engine's spans to a trace (W3C Trace Context); no part of identity.
     """
 
     v: Literal[1]
@@ -53,6 +59,7 @@ class CompositionMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     visibility: Annotated[list[bool], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
     deadline_ms: Annotated[int, msgspec.Meta(gt=0, le=3_600_000)]
     on_miss: OnMiss
+    traceparent: TraceParent | None = None
 
     @property
     def num_tokens(self) -> int:

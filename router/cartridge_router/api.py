@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from opentelemetry.propagate import extract
 from opentelemetry.trace import SpanKind
 
 from cartridge_policies.types import Candidate
@@ -33,7 +34,7 @@ from cartridge_router.request import ParsedRequest, Route, engine_body, parse_re
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import Selection, Selector
 from cartridge_router.settings import Settings
-from cartridge_router.telemetry import TRACER, Metrics
+from cartridge_router.telemetry import TRACER, Metrics, current_traceparent
 
 _CLIENT_CLOSED_REQUEST = 499
 """Status that is counted when the client went away; nobody receives it."""
@@ -87,7 +88,9 @@ class Api:
         request_id = uuid.uuid4().hex
         exchange = Exchange({names.HEADER_REQUEST_ID: request_id})
         selection, status = None, _CLIENT_CLOSED_REQUEST
-        with TRACER.start_as_current_span(names.SPAN_REQUEST, kind=SpanKind.SERVER) as span:
+        with TRACER.start_as_current_span(
+            names.SPAN_REQUEST, context=extract(request.headers), kind=SpanKind.SERVER
+        ) as span:
             try:
                 data = await self._read_body(request)
                 read_s = time.monotonic()
@@ -142,7 +145,9 @@ class Api:
     ) -> Outgoing:
         settings = self._services.settings
         message = selection.message(
-            request_id=request_id, deadline_ms=settings.cartridges.load_deadline_ms
+            request_id=request_id,
+            deadline_ms=settings.cartridges.load_deadline_ms,
+            traceparent=current_traceparent(),
         )
         return Outgoing(
             request_id=request_id,

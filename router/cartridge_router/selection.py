@@ -72,7 +72,9 @@ class Selection:
             for cartridge, length, offset in zip(self.cartridges, lengths, offsets, strict=True)
         ]
 
-    def message(self, *, request_id: str, deadline_ms: int) -> CompositionMessage | None:
+    def message(
+        self, *, request_id: str, deadline_ms: int, traceparent: str | None = None
+    ) -> CompositionMessage | None:
         """What an engine is told; `None` for no Cartridges."""
         if self.composition is None:
             return None
@@ -86,6 +88,7 @@ class Selection:
             visibility=[True] * len(self.cartridges),
             deadline_ms=deadline_ms,
             on_miss=OnMiss.FAIL,
+            traceparent=traceparent,
         )
 
 

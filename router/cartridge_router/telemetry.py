@@ -4,6 +4,7 @@ Owns the instruments. Refuses client-derived label values: labels come from sett
 """
 
 from opentelemetry import trace
+from opentelemetry.propagate import inject
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cartridge_policies.types import MapMode
@@ -15,6 +16,13 @@ TRACER = trace.get_tracer("cartridge_router")
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+
+
+def current_traceparent() -> str | None:
+    """The trace that this request belongs to, as W3C Trace Context; `None` without one."""
+    carrier: dict[str, str] = {}
+    inject(carrier)
+    return carrier.get("traceparent")
 
 
 class Metrics:

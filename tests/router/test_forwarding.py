@@ -20,6 +20,7 @@ from cartridge_proto.stores import LocalStore
 from cartridge_router.settings import FleetSettings, ForwardingSettings
 from tests.loadtest.cartridge_requests import chat_body, until
 from tests.loadtest.replica_client import StartReplica, mark_of, quick_settings
+from tests.router.fleets import start_fleet, start_replicas
 from tests.router.gateway_client import CHAT, TEXT, StartGateway, quick_gateway
 from tests.router.stored_cartridges import digest_of, flip_a_bit, put_cartridge
 from tests.router.stub_engine import StartStub, answer_ok, never_answer
@@ -586,3 +587,23 @@ async def test_an_unreachable_replica_is_never_chosen(start_gateway: StartGatewa
     reply = await gateway.ask()
     assert (reply.status, reply.error["code"]) == (503, "no_eligible_replica")
     assert "r0: unhealthy" in reply.error["message"]
+
+
+async def test_the_clients_trace_reaches_the_engines_message(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """VLLM drops the header unless it traces itself, so the message to the extension carries it."""
+    put_cartridge(store)
+    clients = await start_replicas(start_replica, 1, store, redis_url)
+    gateway = await start_fleet(start_gateway, clients, store, redis_url)
+    traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    for headers, expected in (
+        ({"traceparent": traceparent}, traceparent),
+        ({"traceparent": "nonsense"}, None),
+        ({}, None),
+    ):
+        body = {**chat_body(), "cartridge_ids": ["harbour-rules@1"]}
+        reply = await gateway.post(CHAT, body, headers)
+        assert reply.status == 200
+        sent = json.loads(received(clients[0].replica))
+        assert sent["kv_transfer_params"]["cartridges"]["traceparent"] == expected
