@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-engine generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine generate lock
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ types: setup
 
 imports: setup
 	@$(BIN)/lint-imports --no-logo
+
+bench-codecs: setup ## What a codec saves and costs on real keys and values
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_codecs
 
 bench-engine: setup ## What a Cartridge costs on a real engine, beside a plain prompt
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_engine

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from cartridge_proto.digest import Digest, parse_digest, sha256_digest
 from cartridge_proto.manifest import ITEM_BYTES, Blob, Encoding, Tensor
@@ -22,7 +22,7 @@ from cartridge_proto.safetensors_header import InvalidPayload
 FRAME_BYTES: Final = 1 << 20
 """Decoded bytes of each frame but the last."""
 LEVEL: Final = 1
-"""zstd level; more costs time and gains under 1 % on keys and values (docs/benchmarks)."""
+"""zstd level; higher ones take longer and store more of keys and values (docs/benchmarks)."""
 
 _FRAME_HEADER: Final = struct.Struct("<II")
 """Bytes of an element in this frame (1, 2 or 4), and bytes of the zstd frame that follows."""
@@ -101,19 +101,21 @@ class _Frame:
     decoded: tuple[int, int]
 
 
+@dataclass(frozen=True)
 class ShuffleZstdCodec:
     """Byte planes of elements, compressed frame by frame; lossless.
 
     The first bytes of all elements of a frame, then the second ones, and so on: sign and exponent
-    of floats, which repeat, are no longer cut apart by mantissas, which do not.
+    of floats, which repeat, are no longer cut apart by mantissas, which do not. `level` is zstd's.
     """
 
-    name = "shuffle-zstd"
+    level: int = LEVEL
+    name: ClassVar[str] = "shuffle-zstd"
 
     def encode(self, data: bytes | memoryview, spans: Sequence[ItemSpan] = ()) -> bytes:
         """See `Codec`; equal for equal arguments and one version of zstandard."""
         numpy, zstandard = _packages()
-        compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+        compressor = zstandard.ZstdCompressor(level=self.level, write_content_size=True)
         view = memoryview(data)
         parts = []
         for begin in range(0, len(view), FRAME_BYTES):
