@@ -288,6 +288,21 @@ def test_quantised_values_are_loaded(
         assert artifact.size_bytes == manifest.payload_bytes
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_no_number_is_refused(tmp_path: Path, code: int) -> None:
+    """e4m3 has no infinity, and one NaN of each sign."""
+    store = LocalStore(tmp_path)
+    sample, blob = sample_artifact(v_scale=ValueScale(granularity="head", dtype="F32"))
+    begin, _ = sample.tensors["layers.1.v"].byte_range
+    damaged = blob[:begin] + bytes([code]) + blob[begin + 1 :]
+    manifest = with_blob(sample, damaged)
+    digest = put_artifact(store, manifest, damaged)
+    with pool_over(store, engine=engine_of(manifest)) as pool:
+        refusal = failure(pool, digest)
+        assert refusal.reason is FailureReason.CORRUPT_ARTIFACT
+        assert "layers.1.v: NaN" in refusal.detail
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, 1e37])
 def test_a_scale_that_makes_values_infinite_is_refused(tmp_path: Path, number: float) -> None:
     """A scale is refused if it is no number, or if the largest code under it would be none."""

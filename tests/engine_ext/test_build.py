@@ -1,5 +1,8 @@
 """Building a Cartridge: the stored keys and values are those of one ordinary forward pass."""
 
+import argparse
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cartridge_engine_ext import identity
 from cartridge_engine_ext.artifact_pool import tensor_view
 from cartridge_engine_ext.build import NUM_PROBE_STEPS, NUM_PROBE_TOP, Builder, Source
+from cartridge_engine_ext.commands import cartridge_build
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_proto.codecs import read_decoded_blob
 from cartridge_proto.compatibility import EngineIdentity, incompatibilities, unsupported
@@ -230,6 +234,59 @@ def test_an_unknown_codec_or_format_is_refused(
     options: dict[str, Any] = {option: "other"}
     with pytest.raises(ConfigurationError, match=f"{option}: 'other' is none of (identity|full)"):
         builder_of(model_dir, store, **options)
+
+
+def run_build(*arguments: str) -> int:
+    """`cartridge-router cartridge build` with these arguments."""
+    parser = argparse.ArgumentParser()
+    cartridge_build.configure(parser)
+    return cartridge_build.run(parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_encoded", "v_dtype"),
+    [
+        ([], False, "F32"),
+        (["--codec", "shuffle-zstd"], True, "F32"),
+        (["--values", "e4m3"], False, "F8_E4M3"),
+        (["--codec", "shuffle-zstd", "--values", "e4m3"], True, "F8_E4M3"),
+    ],
+)
+def test_the_command_builds_either_or_both(
+    options: list[str],
+    is_encoded: bool,
+    v_dtype: str,
+    model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its JSON line has the digest and the stored size; without options nothing changes."""
+    text, target = tmp_path / "harbour.txt", tmp_path / "store"
+    text.write_text(TEXT)
+    given = [f"--model={model_dir}", f"--text={text}", "--name=harbour", f"--store={target}"]
+    assert run_build(*given, "--json", *options) == 0
+    row = json.loads(capsys.readouterr().out)
+    manifest = LocalStore(target).verify(Digest(row["digest"]))
+    (blob,) = manifest.payload
+    assert row["size_bytes"] == blob.size_bytes
+    assert (blob.size_bytes < blob.decoded_bytes) is is_encoded
+    assert manifest.representation.v_dtype == v_dtype
+
+
+def test_the_command_says_what_to_install(
+    model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the codec's package nothing is stored, and the status says so."""
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    text, target = tmp_path / "harbour.txt", tmp_path / "store"
+    text.write_text(TEXT)
+    given = [f"--model={model_dir}", f"--text={text}", "--name=harbour", f"--store={target}"]
+    assert run_build(*given, "--codec", "shuffle-zstd") == 1
+    assert "pip install 'cartridge-router[codecs]'" in capsys.readouterr().err
+    assert LocalStore(target).aliases() == {}
 
 
 # --- repeating -----------------------------------------------------------------------------------
