@@ -52,6 +52,7 @@ from cartridge_engine_ext.self_test import (
 from cartridge_engine_ext.settings import (
     EngineSettings,
     parse_settings,
+    redis_url_with_login,
     residency_key_from_environment,
 )
 from cartridge_engine_ext.tracing import PrefixSpans, otlp_provider
@@ -236,7 +237,7 @@ class SchedulerRuntime:
         )
         self._publisher = (
             ResidencyPublisher(
-                redis_url=settings.redis_url,
+                redis_url=redis_url_with_login(settings.redis_url),
                 replica=settings.replica,
                 epoch=epoch,
                 key=residency_key_from_environment(),

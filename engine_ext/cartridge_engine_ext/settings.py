@@ -13,7 +13,8 @@ import msgspec
 
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.eviction import EvictionPolicyName
-from cartridge_proto.names import ENV_RESIDENCY_KEY
+from cartridge_proto.names import ENV_RESIDENCY_KEY, REDIS_CHANGES, residency_key
+from cartridge_proto.redis_users import InvalidLogin, with_login
 from cartridge_proto.residency import ReplicaId
 from cartridge_proto.stores import store_problem
 
@@ -141,13 +142,30 @@ def _value_problems(values: dict[str, Any]) -> list[str]:
     url = urlsplit(values["self_url"])
     if url.scheme not in {"http", "https"}:
         problems.append(f"self_url: {values['self_url'][:80]!r} is no http URL")
-    replica = values.get("replica_id") or url.netloc
+    return problems + _replica_problems(values.get("replica_id") or url.netloc)
+
+
+def _replica_problems(replica: str) -> list[str]:
     if re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", replica) is None:
-        problems.append(f"replica_id: {replica[:80]!r} has other signs than A-Za-z0-9._:-")
-    return problems
+        return [f"replica_id: {replica[:80]!r} has other signs than A-Za-z0-9._:-"]
+    if residency_key(replica) == REDIS_CHANGES:
+        return [f"replica_id: {replica!r} is taken: its rows would be the stream of changes"]
+    return []
 
 
 def residency_key_from_environment() -> bytes | None:
     """The key that signs residency records, or `None` for unsigned ones."""
     text = os.environ.get(ENV_RESIDENCY_KEY)
     return text.encode() if text else None
+
+
+def redis_url_with_login(redis_url: str) -> str:
+    """The URL with the login of the environment, if it has none of its own.
+
+    Raises:
+        ConfigurationError: half a login, or a password file that cannot be read.
+    """
+    try:
+        return with_login(redis_url, os.environ)
+    except InvalidLogin as error:
+        raise ConfigurationError(f"kv_connector_extra_config: redis_url: {error}") from error

@@ -14,6 +14,7 @@ import msgspec
 from cartridge_loadtest.simulated_engine import EngineSettings
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.names import ENV_RESIDENCY_KEY
+from cartridge_proto.redis_users import InvalidLogin, with_login
 from cartridge_proto.residency import ReplicaId
 
 _SECONDS = ("ttft_s", "prefill_s_per_token", "load_s", "itl_s", "lease_s")
@@ -43,11 +44,17 @@ def parse_arguments(argv: list[str] | None = None) -> ReplicaArguments:
         except (OSError, msgspec.DecodeError) as error:
             parser.error(f"--identity: {error}")
     key = os.environ.get(ENV_RESIDENCY_KEY)
+    redis_url = given.redis_url
+    if redis_url is not None:
+        try:
+            redis_url = with_login(redis_url, os.environ)
+        except InvalidLogin as error:
+            parser.error(f"--redis-url: {error}")
     engine = EngineSettings(
         model=given.model,
         replica=ReplicaId(given.replica_id),
         store=given.store,
-        redis_url=given.redis_url,
+        redis_url=redis_url,
         residency_key=key.encode() if key else None,
         identity=identity,
         control_address=given.control_address,

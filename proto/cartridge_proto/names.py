@@ -55,10 +55,25 @@ def lease_key(replica: str) -> str:
     return f"cartridge:lease:{replica}"
 
 
+REDIS_USER_ADMIN: Final = "cartridge-admin"
+REDIS_USER_GATEWAY: Final = "cartridge-gateway"
+
+
+def redis_user_of_engine(replica: str) -> str:
+    """Name of the Redis user of one replica."""
+    return f"cartridge-engine-{replica}"
+
+
 # --- environment -----------------------------------------------------------------------------
 ENV_PREFIX: Final = "CARTRIDGE_ROUTER_"
 ENV_RESIDENCY_KEY: Final = "CARTRIDGE_ROUTER_RESIDENCY_KEY"
 ENV_CONTROL_TOKEN: Final = "CARTRIDGE_ROUTER_CONTROL_TOKEN"  # noqa: S105 - the name, no secret
+ENV_REDIS_USERNAME: Final = "CARTRIDGE_ROUTER_REDIS_USERNAME"
+"""User of a gateway or an engine in Redis, where the URL names none."""
+ENV_REDIS_PASSWORD: Final = "CARTRIDGE_ROUTER_REDIS_PASSWORD"  # noqa: S105 - the name, no secret
+ENV_REDIS_PASSWORD_FILE: Final = "CARTRIDGE_ROUTER_REDIS_PASSWORD_FILE"  # noqa: S105 - the same
+ENV_REDIS_USER_PASSWORD_PREFIX: Final = "CARTRIDGE_REDIS_PASSWORD_"  # noqa: S105 - the same
+"""Before ADMIN, GATEWAY or ENGINE_{replica}: passwords that `redis-acl` gives to users."""
 ENV_FAILPOINT: Final = "CARTRIDGE_FAILPOINT"
 ENV_STORE_USERNAME: Final = "CARTRIDGE_STORE_USERNAME"
 """Account at an OCI registry or a Redis store; `s3` stores read the variables of AWS."""

@@ -18,6 +18,12 @@ from typing import Any, Protocol
 import msgspec
 
 from cartridge_proto.names import ENTRY_POINT_COMMANDS, ENV_PREFIX
+from cartridge_proto.redis_users import (
+    InvalidLogin,
+    command_lines,
+    file_lines,
+    fleet_users,
+)
 from cartridge_proto.stores import Store, StoreError, open_store
 from cartridge_proto.stores.copying import Copied, copy_artifact
 from cartridge_router.errors import ConfigurationError
@@ -70,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     top = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(top)
     _add_demo(top)
+    _add_redis_acl(top)
     groups = {
         "cartridge": _group(top, "cartridge", "build, list, show, verify and copy Cartridges"),
         "config": _group(top, "config", "check settings, print their schema"),
@@ -148,6 +155,30 @@ def _demo(args: argparse.Namespace) -> int:
     from cartridge_router.demo.run import run_demo
 
     return run_demo(engine=args.engine, documents=args.documents, out=args.out, must_stay=args.stay)
+
+
+# --- redis-acl -----------------------------------------------------------------------------------
+def _add_redis_acl(top: Any) -> None:
+    def configure(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--replica", action="append", required=True, help="name of an engine; once for each")
+        add("--aclfile", action="store_true", help="lines of the server's aclfile, not commands")
+        add("--json", action="store_true", help="print names, passwords and rules as JSON")
+
+    _add(top, "redis-acl", "print a Redis user for each role of a fleet", configure, _redis_acl)
+
+
+def _redis_acl(args: argparse.Namespace) -> int:
+    try:
+        users = fleet_users(args.replica, os.environ)
+    except InvalidLogin as error:
+        raise ConfigurationError([str(error)]) from error
+    if args.json:
+        rows = [{"name": u.name, "password": u.password, "rules": u.rules} for u in users]
+        print(json.dumps(rows, indent=2))
+    else:
+        print("\n".join(file_lines(users) if args.aclfile else command_lines(users)))
+    return 0
 
 
 # --- cartridge -----------------------------------------------------------------------------------

@@ -15,7 +15,13 @@ import msgspec
 import yaml
 
 from cartridge_policies import POLICIES
-from cartridge_proto.names import ENV_PREFIX
+from cartridge_proto.names import (
+    ENV_PREFIX,
+    ENV_REDIS_PASSWORD,
+    ENV_REDIS_PASSWORD_FILE,
+    ENV_REDIS_USERNAME,
+)
+from cartridge_proto.redis_users import InvalidLogin, with_login
 from cartridge_proto.residency import ReplicaId
 from cartridge_proto.stores import store_problem
 from cartridge_router.errors import ConfigurationError
@@ -25,7 +31,14 @@ PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 PositiveCount = Annotated[int, msgspec.Meta(gt=0)]
 
 _REPLICA = re.compile(r"(?:(?P<name>[A-Za-z0-9._-]{1,128})=)?(?P<url>https?://[^\s/?#,]+)/?")
-_NOT_FROM_ENVIRONMENT = frozenset({"CONFIG", "RESIDENCY_KEY", "CONTROL_TOKEN"})
+_NOT_FROM_ENVIRONMENT = frozenset(
+    {"CONFIG", "RESIDENCY_KEY", "CONTROL_TOKEN"}
+    | {
+        name.removeprefix(ENV_PREFIX)
+        for name in (ENV_REDIS_USERNAME, ENV_REDIS_PASSWORD, ENV_REDIS_PASSWORD_FILE)
+    }
+)
+"""Secrets, and what is read elsewhere."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,6 +164,12 @@ def load_settings(
         _drop_refused(merged, error)
     settings = msgspec.convert(merged, Settings)
     problems += _cross_checks(settings)
+    if settings.redis_url is not None:
+        try:
+            redis_url = with_login(settings.redis_url, environment)
+            settings = msgspec.structs.replace(settings, redis_url=redis_url)
+        except InvalidLogin as error:
+            problems.append(f"redis_url: {error}")
     if problems:
         raise ConfigurationError(problems)
     return settings

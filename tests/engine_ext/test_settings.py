@@ -8,9 +8,10 @@ from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.settings import (
     DEFAULT_DRAM_BYTES,
     parse_settings,
+    redis_url_with_login,
     residency_key_from_environment,
 )
-from cartridge_proto.names import ENV_RESIDENCY_KEY
+from cartridge_proto.names import ENV_REDIS_PASSWORD, ENV_REDIS_USERNAME, ENV_RESIDENCY_KEY
 
 URL = "http://127.0.0.1:8001"
 
@@ -89,6 +90,7 @@ def test_a_store_may_be_a_url(store: str) -> None:
         ("replica_id", "a b", "replica_id: 'a b' has other signs"),
         ("replica_id", "a\n", "replica_id: 'a\\n' has other signs"),
         ("replica_id", "a" * 129, "replica_id: "),
+        ("replica_id", "changes", "replica_id: 'changes' is taken"),
         ("num_loaders", "two", "num_loaders: Expected `int`, got `str`"),
         ("with_weights_digest", 1, "with_weights_digest: Expected `bool`, got `int`"),
         ("drambytes", 1, "drambytes: there is no such setting"),
@@ -131,3 +133,13 @@ def test_the_signing_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPa
     assert residency_key_from_environment() is None
     monkeypatch.setenv(ENV_RESIDENCY_KEY, "sécret")
     assert residency_key_from_environment() == "sécret".encode()
+
+
+def test_a_login_at_redis_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No flag shows the password; half a login stops the start."""
+    monkeypatch.setenv(ENV_REDIS_USERNAME, "cartridge-engine-r0")
+    monkeypatch.delenv(ENV_REDIS_PASSWORD, raising=False)
+    with pytest.raises(ConfigurationError, match="redis_url: CARTRIDGE_ROUTER_REDIS_USERNAME"):
+        redis_url_with_login("redis://host/0")
+    monkeypatch.setenv(ENV_REDIS_PASSWORD, "secret")
+    assert redis_url_with_login("redis://host/0") == "redis://cartridge-engine-r0:secret@host/0"

@@ -40,7 +40,10 @@ def running_fleet(
     """
     store = LocalStore(work / "store")
     store.root.mkdir()
-    with running_redis(work / "redis") as redis_url, running_stack(work / "logs") as stack:
+    with (
+        running_redis(work / "redis", ["replica-0"]) as redis,
+        running_stack(work / "logs") as stack,
+    ):
         template = work / "chat_template.jinja"
         wrap = ["chat-template", "wrap", "--model", str(model_dir), "--out", str(template)]
         list(stack.lines_of("wrap", [sys.executable, "-m", "cartridge_router", *wrap], {}))
@@ -50,7 +53,7 @@ def running_fleet(
             template=template,
             port=port,
             store=store.root,
-            redis_url=redis_url,
+            redis_url=redis.url,
             max_model_len=max_model_len,
             arguments=arguments,
             replica_id="replica-0",
@@ -58,6 +61,7 @@ def running_fleet(
         )
         engine_environment = {
             **ENGINE_ENVIRONMENT,
+            **redis.engine_environment("replica-0"),
             "CARTRIDGE_ROUTER_RESIDENCY_KEY": RESIDENCY_KEY,
             # Lets a test preempt everything and drop the prefix cache.
             "VLLM_SERVER_DEV_MODE": "1",
@@ -69,9 +73,10 @@ def running_fleet(
             [
                 *(sys.executable, "-m", "cartridge_router", "serve", "--port", str(gateway_port)),
                 *("--replicas", f"replica-0=http://127.0.0.1:{port}"),
-                *("--redis-url", redis_url, "--store", str(store.root)),
+                *("--redis-url", redis.url, "--store", str(store.root)),
             ],
             {
+                **redis.gateway_environment,
                 "CARTRIDGE_ROUTER_RESIDENCY_KEY": RESIDENCY_KEY,
                 "CARTRIDGE_ROUTER_CARTRIDGES__ALLOW_UNCERTIFIED_COMPOSITION": "true",
                 "CARTRIDGE_ROUTER_CARTRIDGES__REFRESH_S": "0.1",
@@ -97,7 +102,7 @@ def running_fleet(
                 gateway_url=gateway_url,
                 engine_url=f"http://127.0.0.1:{port}",
                 engine=engine,
-                redis_url=redis_url,
+                redis_url=redis.admin_url,
                 store=store,
                 builder=builder,
                 model_dir=model_dir,

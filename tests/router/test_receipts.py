@@ -2,28 +2,10 @@
 
 import asyncio
 
-from cartridge_engine_ext.residency_publisher import new_epoch
-from cartridge_proto.residency import Receipt, ReceiptStatus, Tier
+from cartridge_proto.residency import Tier
 from cartridge_router.receipts import MAX_RECEIPTS, ReceiptBook
 from tests.loadtest.cartridge_requests import until
-
-
-def receipt_of(request_id: str) -> Receipt:
-    """A receipt of a served request."""
-    return Receipt(
-        replica="r0",
-        epoch=new_epoch(),
-        request_id=request_id,
-        status=ReceiptStatus.SERVED,
-        reason=None,
-        detail="",
-        items=[],
-        num_virtual_tokens=0,
-        num_reused_tokens=0,
-        num_loads=1,
-        loaded_bytes=0,
-        load_s=0.0,
-    )
+from tests.router.sample_receipts import receipt_of
 
 
 async def test_a_receipt_is_found_after_it_came() -> None:

@@ -18,7 +18,6 @@ from cartridge_proto.names import REDIS_CHANGES, REDIS_RECEIPTS, STREAM_FIELD, l
 from cartridge_proto.names import residency_key as rows_key
 from cartridge_proto.residency import (
     Receipt,
-    ReceiptStatus,
     Registration,
     ReplicaId,
     ResidencyChange,
@@ -31,6 +30,7 @@ from cartridge_router.testing import FakeClock
 from tests.loadtest.cartridge_requests import until
 from tests.proto.sample_artifact import engine_of, sample_artifact
 from tests.router.killable_redis import KillableRedis
+from tests.router.sample_receipts import receipt_of
 
 KEY = b"residency key of the tests"
 R0, R1 = ReplicaId("r0"), ReplicaId("r1")
@@ -112,24 +112,6 @@ def registration(replica: str, epoch: str, seq: int) -> Registration:
         engine=ENGINE,
         engine_version="1",
         control_address=None,
-    )
-
-
-def receipt_of(request_id: str) -> Receipt:
-    """A receipt of a served request."""
-    return Receipt(
-        replica="r0",
-        epoch=new_epoch(),
-        request_id=request_id,
-        status=ReceiptStatus.SERVED,
-        reason=None,
-        detail="",
-        items=[],
-        num_virtual_tokens=0,
-        num_reused_tokens=0,
-        num_loads=1,
-        loaded_bytes=0,
-        load_s=0.0,
     )
 
 

@@ -239,3 +239,17 @@ def test_the_residency_key_comes_from_its_own_variable() -> None:
     assert residency_key({variable: "secret"}) == b"secret"
     assert residency_key({variable: ""}) is None
     assert residency_key({}) is None
+
+
+def test_a_login_of_the_environment_enters_the_url_of_redis(tmp_path: Path) -> None:
+    """As user and password; half a login is a problem like others, and no other key is read."""
+    login = {
+        "CARTRIDGE_ROUTER_REDIS_USERNAME": "cartridge-gateway",
+        "CARTRIDGE_ROUTER_REDIS_PASSWORD": "p/w",
+    }
+    settings = load_settings(None, login, {"redis_url": "redis://host:6379/0"})
+    assert settings.redis_url == "redis://cartridge-gateway:p%2Fw@host:6379/0"
+    assert load_settings(None, login, {}).redis_url is None
+    missing = {"CARTRIDGE_ROUTER_REDIS_PASSWORD_FILE": str(tmp_path / "absent")}
+    (problem,) = problems_of(environment=missing, flags={"redis_url": "redis://host"})
+    assert problem.startswith("redis_url: CARTRIDGE_ROUTER_REDIS_PASSWORD_FILE: ")

