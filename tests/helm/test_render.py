@@ -13,6 +13,13 @@ import msgspec
 import pytest
 import yaml
 
+from cartridge_proto.names import (
+    ENV_REDIS_PASSWORD,
+    ENV_REDIS_PASSWORD_FILE,
+    ENV_REDIS_USERNAME,
+    REDIS_USER_GATEWAY,
+    redis_user_of_engine,
+)
 from cartridge_router.settings import load_settings
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "cartridge-router"
@@ -339,6 +346,27 @@ def test_secrets_are_referred_to_never_copied() -> None:
         }
 
 
+def test_each_role_logs_in_to_redis_as_itself() -> None:
+    """The gateway by its key of the Secret; an engine by its pod's, which is all that it sees."""
+    objects = render(values_of(CHART / "ci" / "default-values.yaml"))
+    gateway, engines = only(objects, "Deployment"), only(objects, "StatefulSet")
+    env = env_of(gateway)
+    assert env[ENV_REDIS_USERNAME]["value"] == REDIS_USER_GATEWAY
+    reference = env[ENV_REDIS_PASSWORD]["valueFrom"]["secretKeyRef"]
+    assert reference == {"name": "redis-passwords", "key": "gateway"}
+    env = env_of(engines)
+    assert env[ENV_REDIS_USERNAME]["value"] == redis_user_of_engine("$(POD_NAME)")
+    mounts = container_of(engines)["volumeMounts"]
+    (mount,) = [mount for mount in mounts if mount["name"] == "redis-passwords"]
+    assert mount["mountPath"] == env[ENV_REDIS_PASSWORD_FILE]["value"]
+    assert (mount["subPathExpr"], mount["readOnly"]) == ("$(POD_NAME)", True)
+    # Kubernetes fills in only what stands before.
+    names = list(env)
+    assert names.index("POD_NAME") < names.index(ENV_REDIS_USERNAME)
+    for workload in (only(render(minimal()), "Deployment"), only(render(minimal()), "StatefulSet")):
+        assert ENV_REDIS_USERNAME not in env_of(workload)
+
+
 def test_engines_have_a_control_token() -> None:
     """From the named Secret, for engines only; without one the chart says what it needs."""
     objects = render(minimal())
@@ -406,6 +434,7 @@ def test_each_template_file_holds_one_kind() -> None:
         ({"redis__url": ""}, "/redis/url"),
         ({"redis__url": "http://redis"}, "/redis/url"),
         ({"redis__password": "x"}, "password"),
+        ({"redis__passwordsSecret": "A b"}, "/redis/passwordsSecret"),
         ({"store__volume": {}}, "/store/volume"),
         ({"store__url": "s3://bucket/store"}, "/store/volume"),
         ({"store__volume": {}, "store__url": "ftp://host"}, "/store/url"),
