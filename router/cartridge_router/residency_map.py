@@ -7,7 +7,7 @@ anything that waits, and to believe a record whose signature, schema or epoch is
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -53,6 +53,8 @@ class _Rows:
     """One live replica."""
 
     registration: Registration
+    believed_s: float
+    """When its lease was last read and believed, by the map's clock."""
     seq: int
     records: dict[Digest, ResidencyRecord] = field(default_factory=dict)
 
@@ -133,10 +135,19 @@ class ResidencyMap:
         """The map is true as of now."""
         self._synced_s = self._clock()
 
-    def keep_only(self, live: set[ReplicaId]) -> None:
-        """Forget replicas whose lease has ended."""
-        for replica in set(self._replicas) - live:
-            del self._replicas[replica]
+    def keep_only(
+        self, live: Collection[ReplicaId], doubted: Collection[ReplicaId] = frozenset()
+    ) -> None:
+        """Forget replicas whose lease has ended.
+
+        Where something lies in a lease's place that is not believed, the replica stays as it is:
+        its next heartbeat mends that. After `fallback_after_s` it is forgotten all the same.
+        """
+        oldest_s = self._clock() - self._fallback_after_s
+        for replica, rows in list(self._replicas.items()):
+            is_doubted = replica in doubted and rows.believed_s > oldest_s
+            if replica not in live and not is_doubted:
+                del self._replicas[replica]
 
     def read_registration(self, replica: ReplicaId, data: bytes) -> Registration | None:
         """Decode a lease's value; `None` when it is not believed."""
@@ -156,24 +167,33 @@ class ResidencyMap:
         )
 
     def put_rows(self, registration: Registration, rows: dict[bytes, bytes]) -> None:
-        """Replace everything known of one replica."""
+        """Replace everything known of one replica, but for rows that are not believed."""
         replica = ReplicaId(registration.replica)
+        before = self._replicas.get(replica)
+        is_same_boot = before is not None and before.registration.epoch == registration.epoch
+        known = before.records if before is not None and is_same_boot else {}
         records: dict[Digest, ResidencyRecord] = {}
-        for digest, data in list(rows.items())[:MAX_ROWS]:
-            record = self._unseal(data, ResidencyRecord)
+        for name, data in list(rows.items())[:MAX_ROWS]:
+            record = self._read_row(replica, name, data)
             if record is None:
-                continue
-            if record.replica != replica or record.digest.encode() != digest:
-                self._on_rejected("foreign")
-            elif record.epoch == registration.epoch:
+                record = known.get(Digest(name.decode("utf-8", "replace")))
+            if record is not None and record.epoch == registration.epoch:
                 records[Digest(record.digest)] = record
-        self._replicas[replica] = _Rows(registration, registration.seq, records)
+        self._replicas[replica] = _Rows(registration, self._clock(), registration.seq, records)
+
+    def _read_row(self, replica: ReplicaId, name: bytes, data: bytes) -> ResidencyRecord | None:
+        """Decode a row; `None` when it is not believed."""
+        record = self._unseal(data, ResidencyRecord)
+        if record is not None and (record.replica, record.digest.encode()) != (replica, name):
+            self._on_rejected("foreign")
+            return None
+        return record
 
     def renew(self, registration: Registration) -> None:
         """Take in a registration that brings no new rows."""
         rows = self._replicas.get(ReplicaId(registration.replica))
         if rows is not None:
-            rows.registration = registration
+            rows.registration, rows.believed_s = registration, self._clock()
 
     def apply(self, data: bytes) -> None:
         """Take in one change of the stream."""
@@ -286,10 +306,13 @@ class RedisReader:
         names: list[bytes] = sorted(members)[:MAX_REPLICAS]
         replicas = [ReplicaId(name.decode("utf-8", "replace")) for name in names]
         leases: Any = await client.mget([lease_key(r) for r in replicas]) if replicas else []
-        live = set()
+        live, doubted = set(), set()
         for replica, data in zip(replicas, leases, strict=True):
-            registration = self._map.read_registration(replica, data) if data else None
+            if data is None:
+                continue
+            registration = self._map.read_registration(replica, data)
             if registration is None:
+                doubted.add(replica)
                 continue
             live.add(replica)
             if self._map.needs_rows(registration):
@@ -297,7 +320,7 @@ class RedisReader:
                 self._map.put_rows(registration, rows)
             else:
                 self._map.renew(registration)
-        self._map.keep_only(live)
+        self._map.keep_only(live, doubted)
         self._map.mark_synced()
         return True
 

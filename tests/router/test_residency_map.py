@@ -12,6 +12,7 @@ import redis
 
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
 from cartridge_policies.types import MapMode
+from cartridge_proto import codec
 from cartridge_proto.codec import MAX_BYTES, seal
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.names import REDIS_CHANGES, REDIS_RECEIPTS, STREAM_FIELD, lease_key
@@ -257,31 +258,93 @@ def test_a_lease_of_another_replica_is_not_believed() -> None:
     assert mirror.rejected == ["foreign"]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda sealed: seal(change(record("r0", "0" * 32, A, 1)), None),
-        lambda sealed: seal(change(record("r0", "0" * 32, A, 1)), b"another key"),
-        lambda sealed: seal(record("r0", "0" * 32, A, 1), KEY),
-        lambda sealed: sealed[:-1] + b" }",
-        lambda sealed: sealed + b" " * MAX_BYTES[ResidencyChange],
-        lambda sealed: sealed[:80],
-        lambda sealed: b"",
-        lambda sealed: b"\xff" * 100,
-    ],
-    ids=["unsigned", "foreign", "kind", "altered", "oversized", "short", "empty", "rubbish"],
-)
-def test_a_bad_change_moves_nothing_but_a_counter(damage: Callable[[bytes], bytes]) -> None:
+def _oversized(true: Any) -> bytes:
+    """A record above its cap that is signed as it should be."""
+    payload = msgspec.json.encode(true) + b" " * MAX_BYTES[type(true)]
+    return codec._signature(type(true), payload, KEY) + b"." + payload
+
+
+def _of_another_kind(true: Any) -> bytes:
+    if isinstance(true, Receipt):
+        return seal(registration("r0", EPOCH, 1), KEY)
+    return seal(receipt_of("other"), KEY)
+
+
+EPOCH = "0" * 32
+DAMAGES: dict[str, Callable[[Any], bytes]] = {
+    "unsigned": lambda true: seal(true, None),
+    "foreign": lambda true: seal(true, b"another key"),
+    "kind": _of_another_kind,
+    "altered": lambda true: seal(true, KEY)[:-1] + b" }",
+    "oversized": _oversized,
+    "short": lambda true: seal(true, KEY)[:80],
+    "empty": lambda true: b"",
+    "rubbish": lambda true: b"\xff" * 100,
+}
+"""What may stand in Redis where a true record should."""
+damaged = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+
+
+@damaged
+def test_a_bad_change_moves_nothing_but_a_counter(damage: Callable[[Any], bytes]) -> None:
     """What is unsigned, forged, altered, too large or no record leaves the map as it was."""
     mirror = Mirror()
-    epoch = "0" * 32
-    mirror.map.put_rows(registration("r0", epoch, 0), {})
+    mirror.map.put_rows(registration("r0", EPOCH, 0), {})
     mirror.map.mark_synced()
-    good = seal(change(record("r0", epoch, A, 1)), KEY)
-    mirror.map.apply(damage(good))
+    true = change(record("r0", EPOCH, A, 1))
+    mirror.map.apply(damage(true))
     assert (mirror.held(R0), mirror.rejected) == ({}, ["rejected"])
-    mirror.map.apply(good)
+    mirror.map.apply(seal(true, KEY))
     assert mirror.held(R0) == {A: Tier.DRAM}
+
+
+@damaged
+def test_a_bad_row_moves_nothing_but_a_counter(damage: Callable[[Any], bytes]) -> None:
+    """What was known of its artifact stays for that boot; the rows beside it are read."""
+    mirror = Mirror()
+    mirror.map.mark_synced()
+    first, second = record("r0", EPOCH, A, 1), record("r0", EPOCH, B, 2)
+    mirror.map.put_rows(registration("r0", EPOCH, 1), {A.encode(): seal(first, KEY)})
+    rows = {A.encode(): damage(first), B.encode(): seal(second, KEY)}
+    mirror.map.put_rows(registration("r0", EPOCH, 2), rows)
+    assert (mirror.held(R0), mirror.rejected) == ({A: Tier.DRAM, B: Tier.DRAM}, ["rejected"])
+    mirror.map.put_rows(registration("r0", "1" * 32, 2), {A.encode(): damage(first)})
+    assert mirror.held(R0) == {}
+
+
+@damaged
+def test_a_bad_registration_moves_nothing_but_a_counter(damage: Callable[[Any], bytes]) -> None:
+    """Who was registered stays; who was not is not; the counter says that something came."""
+    mirror = Mirror()
+    true = registration("r0", EPOCH, 1)
+    assert mirror.map.read_registration(R0, damage(true)) is None
+    assert (mirror.map.registration(R0), mirror.rejected) == (None, ["rejected"])
+    mirror.map.put_rows(true, {})
+    assert mirror.map.read_registration(R0, damage(true)) is None
+    mirror.map.keep_only({R1}, {R0})
+    assert mirror.map.registration(R0) == true
+
+
+@damaged
+def test_a_bad_receipt_moves_nothing_but_a_counter(damage: Callable[[Any], bytes]) -> None:
+    """It is no receipt of any request."""
+    mirror = Mirror()
+    assert mirror.map.read_receipt(damage(receipt_of("one"))) is None
+    assert mirror.rejected == ["rejected"]
+
+
+def test_a_replica_in_doubt_is_forgotten_in_the_end() -> None:
+    """A lease that is not believed keeps it no longer than the map itself is believed."""
+    mirror = Mirror()
+    mirror.map.put_rows(registration("r0", EPOCH, 1), {})
+    mirror.clock.advance(20.0)
+    mirror.map.renew(registration("r0", EPOCH, 1))
+    mirror.clock.advance(29.75)
+    mirror.map.keep_only(set(), {R0})
+    assert mirror.map.registration(R0) is not None
+    mirror.clock.advance(0.25)
+    mirror.map.keep_only(set(), {R0})
+    assert mirror.map.registration(R0) is None
 
 
 # --- the reader, on a real server and with the engines' own publisher ----------------------------
@@ -435,6 +498,24 @@ async def test_rubbish_in_redis_does_not_end_the_reader(
     assert mirror.map.registration(R1) is None
     assert set(mirror.rejected) == {"rejected"}
     assert len(mirror.rejected) >= 4
+
+
+async def test_a_forged_lease_takes_nobody_away(redis_url: str) -> None:
+    """The replica and its rows stay while the lease's key holds what nobody believes."""
+    mirror = Mirror()
+    true = registration("r0", EPOCH, 1)
+    with redis.Redis.from_url(redis_url) as client:
+        client.sadd("cartridge:replicas", "r0")
+        client.hset(rows_key("r0"), A, seal(record("r0", EPOCH, A, 1), KEY))
+        client.set(lease_key("r0"), seal(true, KEY))
+        async with mirror.reading(redis_url):
+            await mirror.shows(R0, {A: Tier.DRAM})
+            client.set(lease_key("r0"), seal(true, b"another key"))
+            await until(lambda: len(mirror.rejected) >= 2, "the forged lease was looked at twice")
+            assert mirror.held(R0) == {A: Tier.DRAM}
+            client.delete(lease_key("r0"))
+            await until(lambda: mirror.map.registration(R0) is None, "without a lease it is gone")
+    assert set(mirror.rejected) == {"rejected"}
 
 
 async def test_a_key_of_the_wrong_type_is_survived(
