@@ -83,6 +83,7 @@ ENV_STORE_PASSWORD: Final = "CARTRIDGE_STORE_PASSWORD"  # noqa: S105 - the name,
 MEDIA_TYPE_ARTIFACT: Final = "application/vnd.cartridge.artifact.v1"
 MEDIA_TYPE_MANIFEST: Final = "application/vnd.cartridge.manifest.v1+json"
 MEDIA_TYPE_BLOB: Final = "application/vnd.cartridge.blob.v1.safetensors"
+MEDIA_TYPE_ENCODED_BLOB: Final = "application/vnd.cartridge.blob.v1.encoded"
 MEDIA_TYPE_OCI_MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
 
 

@@ -12,7 +12,7 @@ import redis
 from obstore.store import S3Store
 
 from cartridge_proto.digest import Digest, sha256_digest
-from cartridge_proto.manifest import encode_manifest
+from cartridge_proto.manifest import encode_manifest, manifest_digest
 from cartridge_proto.stores import CorruptStore, LocalStore, NotInStore, Store, StoreError
 from cartridge_proto.stores.object_storage import ObjectStorage
 from cartridge_proto.stores.oci import OciRegistry, oci_manifest
@@ -24,6 +24,7 @@ from tests.contracts.store import (
     StoreContract,
     put_sample,
 )
+from tests.proto.encoded_artifact import encoded_sample
 from tests.proto.sample_artifact import sample_artifact
 from tests.proto.store_servers import BUCKET, oci_registry, s3_server
 
@@ -190,6 +191,20 @@ class TestOciRegistry(StoreContract, DamagedStoreContract):
         assert (layer["digest"], layer["size"]) == (BLOB_DIGEST, len(blob))
         assert httpx.get(f"{url}/blobs/{digest}").content == encode_manifest(manifest)
         assert httpx.get(f"{url}/blobs/{BLOB_DIGEST}").content == blob
+
+    def test_a_layer_says_that_it_is_encoded(self) -> None:
+        """A client that knows safetensors only is not told that these bytes are."""
+        layers = []
+        for manifest in (sample_artifact()[0], encoded_sample()[0]):
+            digest = Digest(manifest_digest(manifest))
+            layers += json.loads(oci_manifest(digest, manifest))["layers"]
+        plain, encoded = (
+            (layer["mediaType"].rsplit(".", 1)[1], *layer["annotations"].values())
+            for layer in layers
+        )
+        stem = encoded_sample()[0].payload[0].sha256.removeprefix("sha256:")
+        assert plain == ("safetensors", f"{BLOB_DIGEST.removeprefix('sha256:')}.safetensors")
+        assert encoded == ("encoded", f"{stem}.safetensors.shuffle-zstd")
 
     def test_what_others_put_there_is_no_cartridge(self, store: Store, registry_host: str) -> None:
         """An image beside ours is not listed, and resolving it is an error."""

@@ -15,10 +15,11 @@ from urllib.parse import urlencode, urljoin, urlsplit
 
 from cartridge_proto.canonical_json import encode_canonical
 from cartridge_proto.digest import Digest
-from cartridge_proto.manifest import MAX_MANIFEST_BYTES, Manifest, encode_manifest
+from cartridge_proto.manifest import MAX_MANIFEST_BYTES, Blob, Manifest, encode_manifest
 from cartridge_proto.names import (
     MEDIA_TYPE_ARTIFACT,
     MEDIA_TYPE_BLOB,
+    MEDIA_TYPE_ENCODED_BLOB,
     MEDIA_TYPE_MANIFEST,
     MEDIA_TYPE_OCI_MANIFEST,
 )
@@ -303,10 +304,10 @@ def oci_manifest(digest: Digest, manifest: Manifest) -> bytes:
             },
             "layers": [
                 {
-                    "mediaType": MEDIA_TYPE_BLOB,
+                    "mediaType": MEDIA_TYPE_ENCODED_BLOB if blob.encoding else MEDIA_TYPE_BLOB,
                     "digest": blob.sha256,
                     "size": blob.size_bytes,
-                    "annotations": {title: f"{blob.sha256.removeprefix('sha256:')}.safetensors"},
+                    "annotations": {title: _file_name(blob)},
                 }
                 for blob in manifest.payload
             ],
@@ -316,6 +317,11 @@ def oci_manifest(digest: Digest, manifest: Manifest) -> bytes:
             },
         }
     )
+
+
+def _file_name(blob: Blob) -> str:
+    suffix = f".{blob.encoding.codec}" if blob.encoding else ""
+    return f"{blob.sha256.removeprefix('sha256:')}.safetensors{suffix}"
 
 
 _ACCEPT = {"accept": MEDIA_TYPE_OCI_MANIFEST}
