@@ -39,7 +39,7 @@ def running_fleet(
     `arguments` are flags of vLLM, `extra` goes into `kv_connector_extra_config`.
     """
     store = LocalStore(work / "store")
-    store.root.mkdir()
+    store.root.mkdir(exist_ok=True)
     with (
         running_redis(work / "redis", ["replica-0"]) as redis,
         running_stack(work / "logs") as stack,
