@@ -7,11 +7,14 @@ a pin fits, the scheduler half what is still running.
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher
-from cartridge_engine_ext.scheduler_side import SchedulerSide
 from cartridge_proto.digest import Digest
+
+if TYPE_CHECKING:
+    from cartridge_engine_ext.scheduler_side import SchedulerSide
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ class EnginePins:
 class FleetDrain:
     """Draining of the scheduler half, told to the fleet."""
 
-    def __init__(self, side: SchedulerSide, publisher: ResidencyPublisher | None) -> None:
+    def __init__(self, side: "SchedulerSide", publisher: ResidencyPublisher | None) -> None:
         self._side = side
         self._publisher = publisher
 

@@ -23,7 +23,7 @@ PACKAGES = {
 FOLDERS = {"engine_ext", "kernels", "loadtest", "policies", "proto", "router"}
 NEED_VLLM = {
     f"cartridge_engine_ext.{name}"
-    for name in ("connector", "load_plan", "plugin", "scheduler_side", "worker_side")
+    for name in ("connector", "load_plan", "plugin", "scheduler_side", "stats", "worker_side")
 }
 SKIPPED = NEED_VLLM | {"cartridge_loadtest.locustfile", "cartridge_router.__main__"}
 """Locust patches the interpreter; `__main__` is run by the tests of the command."""
