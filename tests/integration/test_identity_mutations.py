@@ -20,7 +20,7 @@ from cartridge_router.catalog import Cartridge
 from cartridge_router.demo.stack import MODEL_NAME
 from cartridge_router.selection import SelectedBy, Selection
 from tests.integration.fleet import Fleet, document_tokens
-from tests.integration.tiny_fleet import IDS, LIVE, NUM_TOKENS
+from tests.integration.tiny_fleet import IDS, LIVE, NUM_TOKENS, put_as
 
 pytestmark = pytest.mark.engine
 
@@ -114,10 +114,13 @@ def ask(fleet: Fleet, digest: Digest, manifest: Manifest) -> dict[str, Any] | No
     return receipt
 
 
-def test_every_changed_field_is_refused_or_misses(tiered: Fleet) -> None:
+@pytest.mark.parametrize(
+    ("codec", "values"), [("identity", "full"), ("shuffle-zstd", "e4m3")], ids=["plain", "encoded"]
+)
+def test_every_changed_field_is_refused_or_misses(tiered: Fleet, codec: str, values: str) -> None:
     """100 %: no change of a manifest lets a request read what is cached for the original."""
     document = document_tokens(NUM_TOKENS, seed=900, ids=IDS)
-    built = tiered.put("mutations", document, LIVE)
+    built = put_as(tiered, f"mutations-{codec}", document, codec, values)
     original = msgspec.to_builtins(built.manifest)
     store = tiered.store
     for _ in range(2):

@@ -3,16 +3,21 @@
 dram for two artifacts, nvme for four, HBM for a few; started in a third of the time of the other.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import redis
+import torch
 
+from cartridge_engine_ext.build import Builder, Built, Source
 from cartridge_proto import names
 from cartridge_proto.codec import unseal
+from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.residency import ResidencyRecord
+from cartridge_router.demo.stack import MODEL_NAME
 from tests.engine_ext.tiny_model import MAX_POSITIONS, save_tiny_model
 from tests.integration.fleet import (
     BLOCK_SIZE,
@@ -68,6 +73,25 @@ def put_documents(fleet: Fleet, name: str, count: int) -> None:
     """Build Cartridges `name-0`, `name-1`, … of the documents."""
     for index in range(count):
         fleet.put(f"{name}-{index}", document(index), LIVE)
+
+
+def put_as(fleet: Fleet, name: str, tokens: Sequence[int], codec: str, values: str) -> Built:
+    """A Cartridge of these tokens, stored by a codec and with full or quantised values."""
+    builder = Builder(
+        model_dir=fleet.model_dir,
+        store=fleet.store,
+        model_name=MODEL_NAME,
+        dtype=torch.float32,
+        with_weights_digest=True,
+        say=lambda line: None,
+        codec=codec,
+        values=values,
+    )
+    text = json.dumps(list(tokens))
+    source = Source(text=text, name=name, convention=ConventionKind.DOCUMENT)
+    built = builder.prefill(source, list(tokens), LIVE)
+    fleet.wait_for_catalog(f"{name}@1", built.digest)
+    return built
 
 
 def expect_ordinary(fleet: Fleet, name: str, index: int) -> dict[str, Any]:
