@@ -12,8 +12,12 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Final
 
+import numpy
+
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import Manifest, manifest_digest
+from tests.engine_ext.stored_artifacts import with_blob
+from tests.proto.encoded_artifact import encoded
 from tests.proto.sample_artifact import sample_artifact
 
 NEVER: Final = 1 << 63
@@ -61,11 +65,15 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Made:
-    """One artifact of the universe; `content` is a digest over the bytes of its tensors."""
+    """One artifact of the universe; `content` is a digest over the bytes of its tensors.
+
+    `stored` is its only blob as stores have it, `decoded` as engines read it.
+    """
 
     digest: Digest
     manifest: Manifest
-    blob: bytes
+    stored: bytes
+    decoded: bytes
     content: str
 
 
@@ -115,19 +123,29 @@ class QuietState:
 
 @cache
 def universe() -> tuple[Made, ...]:
-    """All artifacts that may be published; each two versions share their blob, two are large."""
+    """All artifacts that may be published.
+
+    Each two versions share their blob, the first two of two names are large, and those of every
+    other name are encoded.
+    """
     made = []
     for name in range(NUM_NAMES):
         for version in range(NUM_VERSIONS):
-            num_tokens = LARGE_TOKENS if (name, version // 2) == (0, 0) else SMALL_TOKENS
+            num_tokens = LARGE_TOKENS if name < 2 and version < 2 else SMALL_TOKENS
             manifest, blob = sample_artifact(
                 name=f"document-{name}",
                 version=str(version),
                 num_tokens=num_tokens,
                 seed=1 + name * NUM_VERSIONS + version // 2,
             )
+            if num_tokens == LARGE_TOKENS:
+                manifest, blob = _with_noise(manifest, blob, seed=name)
+            content = content_of(_hashes(manifest, blob))
+            stored = blob
+            if name % 2:
+                manifest, stored = encoded(manifest, blob)
             digest = Digest(manifest_digest(manifest))
-            made.append(Made(digest, manifest, blob, content_of(_hashes(manifest, blob))))
+            made.append(Made(digest, manifest, stored, blob, content))
     return tuple(made)
 
 
@@ -140,6 +158,14 @@ def by_digest() -> Mapping[str, Made]:
 def content_of(hashes: Mapping[str, str]) -> str:
     """One digest over the sha256 of each tensor."""
     return hashlib.sha256(json.dumps(dict(hashes), sort_keys=True).encode()).hexdigest()
+
+
+def _with_noise(manifest: Manifest, blob: bytes, seed: int) -> tuple[Manifest, bytes]:
+    """The same tensors with numbers that do not compress to nothing."""
+    begin = min(tensor.byte_range[0] for tensor in manifest.tensors.values())
+    numbers = numpy.random.default_rng(seed).standard_normal((len(blob) - begin) // 4)
+    noise = blob[:begin] + numbers.astype(numpy.float32).tobytes()
+    return with_blob(manifest, noise), noise
 
 
 def _hashes(manifest: Manifest, blob: bytes) -> dict[str, str]:
@@ -348,5 +374,5 @@ def _short(digests: Iterable[str]) -> str:
 
 
 def blob_digest(made: Made) -> Digest:
-    """Digest of an artifact's only blob."""
-    return sha256_digest(made.blob)
+    """Digest of an artifact's only blob, as it is stored."""
+    return sha256_digest(made.stored)

@@ -51,7 +51,7 @@ from tests.proto.sample_artifact import engine_of
 
 DEADLINE_S = 20.0
 """Of each load; reached only when something is stuck."""
-_LARGE, _SMALL = len(universe()[0].blob), len(universe()[-1].blob)
+_LARGE, _SMALL = (len(universe()[index].decoded) for index in (0, -1))
 DRAM_BYTES = 2 * _LARGE + 3 * _SMALL
 """Room for one large artifact that is pinned, one that is loaded, and a few small ones."""
 NVME_BYTES = _LARGE + 8 * _SMALL
@@ -118,13 +118,13 @@ class UncheckedPool(ArtifactPool):
 
     def _read(self, entry: Any, manifest: Manifest) -> Artifact:
         (blob,) = manifest.payload
-        others = [made.blob for made in universe() if blob_digest(made) != blob.sha256]
-        other = next((data for data in others if len(data) == blob.size_bytes), None)
+        others = [made.decoded for made in universe() if blob_digest(made) != blob.sha256]
+        other = next((data for data in others if len(data) == blob.decoded_bytes), None)
 
         def fill(buffer: memoryview) -> None:
-            buffer[:] = other or bytes(blob.size_bytes)
+            buffer[:] = other or bytes(blob.decoded_bytes)
 
-        memory = SealedMemory(blob.size_bytes, fill)
+        memory = SealedMemory(blob.decoded_bytes, fill)
         return Artifact(entry.digest, manifest, {blob.sha256: memory})
 
 
@@ -193,7 +193,7 @@ def outcome_of(error: Exception) -> Outcome:
 def publish(history: History, store: LocalStore, made: Made) -> None:
     """Store an artifact."""
     with history.call(Operation.PUBLISH, digest=made.digest):
-        store.put_blob(made.blob)
+        store.put_blob(made.stored)
         store.put_manifest(made.manifest)
 
 
@@ -347,7 +347,7 @@ class Worker:
             if self._fault is Fault.FALSE_NAME:
                 name = blob_digest(made).removeprefix("sha256:")
                 path = self._nvme.root / "blobs" / "sha256" / name
-                path.write_bytes(bytes(len(made.blob)))
+                path.write_bytes(bytes(len(made.stored)))
 
     def _prefetch(self, made: Made) -> None:
         with self._history.call(Operation.PREFETCH, digest=made.digest):

@@ -87,7 +87,7 @@ def test_a_request_gets_the_bytes_of_its_digest(
 ) -> None:
     """Whatever eight workers do to the store and to each other, and whoever is killed in it."""
     with running_machine(tmp_path, nursery, seed=seed) as machine:
-        run_history(machine, num_rounds=4, num_operations=45, num_kills=6)
+        run_history(machine, num_rounds=3, num_operations=40, num_kills=6)
         check_history(machine)
 
 
