@@ -314,6 +314,7 @@ class Worker:
             broken=broken,
         )
         self._history.note("quiet", **asdict(state))
+        self._write_false_name(universe()[-1])
 
     def close(self) -> None:
         """Give everything back, but for what a kill would leave."""
@@ -344,10 +345,13 @@ class Worker:
     def _fetch(self, made: Made) -> None:
         with self._history.call(Operation.FETCH, digest=made.digest):
             self._source.fetch(made.digest, _deadline_s())
-            if self._fault is Fault.FALSE_NAME:
-                name = blob_digest(made).removeprefix("sha256:")
-                path = self._nvme.root / "blobs" / "sha256" / name
-                path.write_bytes(bytes(len(made.stored)))
+            self._write_false_name(made)
+
+    def _write_false_name(self, made: Made) -> None:
+        if self._fault is Fault.FALSE_NAME:
+            name = blob_digest(made).removeprefix("sha256:")
+            path = self._nvme.root / "blobs" / "sha256" / name
+            path.write_bytes(bytes(len(made.stored)))
 
     def _prefetch(self, made: Made) -> None:
         with self._history.call(Operation.PREFETCH, digest=made.digest):

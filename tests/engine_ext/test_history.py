@@ -136,6 +136,7 @@ def test_unverified_bytes_in_the_folder_are_seen(
         for worker in range(2):
             machine.start(worker)
         machine.run(80)
+        machine.look()
         machine.stop()
         assert misnamed(tmp_path)
         problems = machine.model().problems()
