@@ -40,7 +40,10 @@ def pair(
     work = tmp_path_factory.mktemp("tensor-parallel")
     model = save_tiny_model(work / "model", num_kv_heads=num_kv_heads, head_dim=32)
     arguments = [*arguments, "--tensor-parallel-size", "2", "--block-size", str(BLOCK_SIZE)]
-    with running_fleet(work, model, max_model_len=MAX_POSITIONS, arguments=[*arguments]) as fleet:
+    # Without probes, which would write the blocks before the first request does.
+    with running_fleet(
+        work, model, max_model_len=MAX_POSITIONS, arguments=arguments, with_probe=False
+    ) as fleet:
         yield fleet, "--enable-prefix-caching" in arguments
 
 
