@@ -97,7 +97,10 @@ class CartridgeConnector(KVConnectorBase_V1):
         )
 
     def reset_cache(self) -> bool:
-        """VLLM drops its prefix cache: pins must not keep blocks of it."""
+        """Give pinned blocks back. vLLM resets its prefix cache before it asks this.
+
+        So a first `reset_prefix_cache?reset_external=true` answers no and unpins, a second works.
+        """
         assert self._runtime is not None  # noqa: S101 - called by the scheduler only
         self._runtime.census.unpin_all()
         return True

@@ -10,6 +10,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ The reference ran another implementation of the model, so float32 gets more room
 self-test (seen: 4e-5), and half precision several units in the last place of a logit near 20.
 """
 MAX_VERDICT_BYTES = 4096
+RETRY_AFTER_S = 2.0
+"""Between two tries of a probe that the engine did not answer."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class FirstLoadProbe:
         build: str,
         folder: Path | None,
         on_quarantine: Callable[[Digest], None] = lambda digest: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._answer = answer
         self._on_quarantine = on_quarantine
@@ -69,6 +73,8 @@ class FirstLoadProbe:
         self._lock = threading.Lock()
         self._verdicts: dict[Digest, ProbeVerdict] = {}
         self._running: set[Digest] = set()
+        self._retry_s: dict[Digest, float] = {}
+        self._clock = clock
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="first-load-probe")
 
     def verdict(self, digest: Digest, manifest: Manifest) -> ProbeVerdict | None:
@@ -77,6 +83,8 @@ class FirstLoadProbe:
             known = self._verdicts.get(digest)
             if known is not None or digest in self._running:
                 return known
+            if self._clock() < self._retry_s.get(digest, 0.0):
+                return None
             self._running.add(digest)
         try:
             self._executor.submit(self._run, digest, manifest)
@@ -100,16 +108,20 @@ class FirstLoadProbe:
 
     # --- on the probing thread -------------------------------------------------------------------
     def _run(self, digest: Digest, manifest: Manifest) -> None:
-        verdict = self._kept(digest)
+        verdict = None
         try:
+            verdict = self._kept(digest)
             if verdict is None:
                 verdict = self._replay(digest, manifest)
                 self._keep(digest, verdict)
         except Exception as error:
-            # No verdict: who waits runs into its deadline, and the next request tries again.
+            # No verdict: who waits goes on waiting, and it is tried again after a while.
             logger.warning("artifact %s: its probe was not answered: %r", digest, error)
         with self._lock:
             self._running.discard(digest)
+            self._retry_s.pop(digest, None)
+            if verdict is None:
+                self._retry_s[digest] = self._clock() + RETRY_AFTER_S
             if verdict is not None:
                 self._verdicts[digest] = verdict
         if verdict is not None and verdict.problem is not None:

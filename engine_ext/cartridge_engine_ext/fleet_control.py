@@ -39,6 +39,10 @@ class EnginePins:
         self._executor.submit(self._bring_on, future)
         return future
 
+    def stop(self) -> None:
+        """Wake nobody any more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
     def _bring_on(self, future: "Future[str | None]") -> None:
         if future.done():
             return

@@ -77,15 +77,17 @@ class HbmCensus:
         group_ids: Sequence[int],
         block_bytes: int,
         pinned_fraction: float,
+        longest_request_blocks: int,
     ) -> None:
         self._ledger = ledger
         self._block_bytes = block_bytes
         self._group_ids = list(group_ids)
         self._pinned_fraction = pinned_fraction
+        self._longest_request_blocks = longest_request_blocks
         self._pool: BlockPool[object] | None = None
         self._prefixes: dict[Digest, _Prefix] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wanted: set[Digest] = set()
+        self._wanted: dict[Digest, None] = {}
         self._turn = 0
 
     def bind(self, pool: BlockPool[object]) -> None:
@@ -132,16 +134,19 @@ class HbmCensus:
         checked_whole = self._turn % max(1, len(self._prefixes))
         for index, (composition, prefix) in enumerate(list(self._prefixes.items())):
             must_check_all = index == checked_whole or not prefix.is_whole
-            is_whole = self._is_whole(prefix, must_check_all=must_check_all)
+            is_there = self._is_there(prefix, must_check_all=must_check_all)
+            is_whole = is_there and self._has_tail(prefix)
             if is_whole and not prefix.is_whole:
                 self._ledger.enter(composition, Tier.HBM, prefix.size_bytes)
-                if composition in self._wanted:
-                    self._wanted.discard(composition)
-                    self._pin(composition)
+                # A pin outlives the row: the tail may leave dram and come again.
+                is_pinned = bool(prefix.pinned_blocks)
+                self._ledger.set_pinned(composition, Tier.HBM, is_pinned=is_pinned)
             elif prefix.is_whole and not is_whole:
                 self._ledger.leave(composition, Tier.HBM)
             prefix.is_whole = is_whole
-            if not is_whole and not prefix.num_users:
+            if is_whole and composition in self._wanted:
+                self._pin(composition)
+            if not is_there and not prefix.num_users:
                 self._release(prefix)
                 del self._prefixes[composition]
 
@@ -159,21 +164,29 @@ class HbmCensus:
         return self._command(lambda: self._unpin(composition))
 
     def keep(self, composition: Digest) -> None:
-        """Pin a prefix now, or when it becomes whole; beyond `MAX_WANTED` of these it is ignored.
+        """Pin a prefix now, or when it becomes whole; of `MAX_WANTED` wishes the oldest goes.
 
         From any thread.
         """
 
         def command() -> None:
-            if self._pin(composition) is not None and len(self._wanted) < MAX_WANTED:
-                self._wanted.add(composition)
+            if self._pin(composition) is None:
+                return
+            self._wanted[composition] = None
+            if len(self._wanted) > MAX_WANTED:
+                del self._wanted[next(iter(self._wanted))]
 
         self._commands.put(command)
 
     @property
     def pin_budget_blocks(self) -> int:
-        """Blocks that pins may hold together."""
-        return 0 if self._pool is None else int(self._pool.num_gpu_blocks * self._pinned_fraction)
+        """Blocks that pins may hold together; one request of the longest length always fits."""
+        if self._pool is None:
+            return 0
+        num_blocks = self._pool.num_gpu_blocks
+        # One block of vLLM's is never given out.
+        spare = num_blocks - 1 - self._longest_request_blocks
+        return max(0, min(int(num_blocks * self._pinned_fraction), spare))
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -213,13 +226,14 @@ class HbmCensus:
                 f"{len(blocks)} blocks; pins hold {self.num_pinned_blocks} of the "
                 f"{self.pin_budget_blocks} that hbm_pinned_fraction allows"
             )
+        self._wanted.pop(composition, None)
         self._pool.touch(blocks)
         prefix.pinned_blocks = blocks
         self._ledger.set_pinned(composition, Tier.HBM, is_pinned=True)
         return None
 
     def _unpin(self, composition: Digest) -> str | None:
-        self._wanted.discard(composition)
+        self._wanted.pop(composition, None)
         prefix = self._prefixes.get(composition)
         if prefix is None or not prefix.pinned_blocks:
             return "not pinned"
@@ -234,14 +248,15 @@ class HbmCensus:
         prefix.pinned_blocks = []
 
     # --- look-ups --------------------------------------------------------------------------------
-    def _is_whole(self, prefix: _Prefix, *, must_check_all: bool) -> bool:
+    def _is_there(self, prefix: _Prefix, *, must_check_all: bool) -> bool:
         if self._pool is None:
             return False
         if self._pool.get_cached_block(prefix.block_hashes[-1], self._group_ids) is None:
             return False
-        if any(Tier.DRAM not in self._ledger.tiers(digest) for digest in prefix.tail_digests):
-            return False
         return not must_check_all or self._blocks(prefix) is not None
+
+    def _has_tail(self, prefix: _Prefix) -> bool:
+        return all(Tier.DRAM in self._ledger.tiers(digest) for digest in prefix.tail_digests)
 
     def _blocks(self, prefix: _Prefix) -> list[object] | None:
         """All full blocks in order; `None` when one is missing."""

@@ -56,6 +56,7 @@ from cartridge_engine_ext.settings import (
     residency_key_from_environment,
 )
 from cartridge_engine_ext.tracing import PrefixSpans, otlp_provider
+from cartridge_engine_ext.virtual_prefix import num_blocks
 from cartridge_engine_ext.worker_side import HeadShard, WorkerSide, all_heads
 from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
 from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES, EngineIdentity
@@ -254,6 +255,7 @@ class SchedulerRuntime:
             group_ids=kv_cache_config.prefix_cacheable_group_ids,
             block_bytes=_block_bytes(kv_cache_config) * config.parallel_config.tensor_parallel_size,
             pinned_fraction=settings.hbm_pinned_fraction,
+            longest_request_blocks=num_blocks(self._engine.max_model_len, self._engine.block_size),
         )
         self._nvme, source = self._open_store(settings)
         own = ArtifactPool(
@@ -305,6 +307,7 @@ class SchedulerRuntime:
             on_ended=self._note_ended,
             on_captured=self._captured.put,
         )
+        self._hbm_pins = EnginePins(self.census, self._wake)
         service = ControlService(
             pool=self._pool,
             engine=self._engine,
@@ -313,7 +316,7 @@ class SchedulerRuntime:
             epoch=epoch,
             not_ready_reason=lambda: self._not_ready,
             ledger=self._ledger,
-            hbm_pins=EnginePins(self.census, self._wake),
+            hbm_pins=self._hbm_pins,
             drainable=FleetDrain(self.scheduler_side, self._publisher),
             quarantined=self._probes.quarantined,
         )
@@ -334,6 +337,7 @@ class SchedulerRuntime:
         if self._control is not None:
             self._control.stop()
         self._hints.stop()
+        self._hbm_pins.stop()
         self._probes.stop()
         if self._nvme is not None:
             self._nvme.close()
@@ -450,7 +454,7 @@ class SchedulerRuntime:
 
     def _withdraw(self, digest: Digest) -> None:
         self._ledger.leave(digest, Tier.DRAM)
-        if self._publisher is not None:
+        if self._publisher is not None and self._publisher.is_writing:
             self._publisher.flush(EVICTION_FLUSH_S)
 
     def _note_ended(self, ended: EndedPrefix) -> None:

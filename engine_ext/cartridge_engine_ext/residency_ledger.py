@@ -74,6 +74,7 @@ class ResidencyLedger:
         self._lock = threading.Lock()
         self._holdings: dict[Digest, _Holding] = {}
         self._watchers: list[queue.Queue[ResidencyRow | None]] = []
+        self._limits: dict[int, int] = {}
 
     def enter(self, digest: Digest, tier: Tier, size_bytes: int) -> None:
         """A tier holds a digest, and it can be used there."""
@@ -135,11 +136,14 @@ class ResidencyLedger:
         with self._lock:
             for digest in self._holdings:
                 changes.put(self._row(digest))
+            # The first rows are no sign of a slow reader.
+            self._limits[id(changes)] = len(self._holdings) + MAX_UNREAD
             self._watchers.append(changes)
         try:
             yield changes
         finally:
             with self._lock:
+                del self._limits[id(changes)]
                 if changes in self._watchers:
                     self._watchers.remove(changes)
 
@@ -161,7 +165,7 @@ class ResidencyLedger:
             else:
                 self._publication.put(digest, row.tier, row.size_bytes, is_pinned=row.is_pinned)
         for watcher in list(self._watchers):
-            if watcher.qsize() >= MAX_UNREAD:
+            if watcher.qsize() >= self._limits[id(watcher)]:
                 self._watchers.remove(watcher)
                 watcher.put(None)
             else:

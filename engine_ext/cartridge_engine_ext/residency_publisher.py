@@ -88,6 +88,7 @@ class ResidencyPublisher:
         self._written = 0
         self._must_publish_all = True
         self._is_draining = False
+        self._is_away = False
         self._must_renew = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="residency-publisher", daemon=True)
@@ -144,6 +145,11 @@ class ResidencyPublisher:
             self._must_renew = True
             self._condition.notify_all()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a `flush` makes sense: started, and Redis was there the last time."""
+        return self._thread.is_alive() and not self._is_away
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything noted so far is written; False when time ran out."""
         with self._condition:
@@ -187,6 +193,7 @@ class ResidencyPublisher:
                     break
             try:
                 self._write_pending()
+                self._is_away = False
                 if time.monotonic() >= next_heartbeat_s:
                     self._heartbeat()
                     next_heartbeat_s = time.monotonic() + self._lease_s / 3
@@ -194,6 +201,7 @@ class ResidencyPublisher:
                 # Whatever it is, the next round starts from the records, and serving goes on.
                 logger.warning("residency not published: %r", error)
                 self._must_publish_all = True
+                self._is_away = True
                 next_heartbeat_s = time.monotonic() + min(REDIS_TIMEOUT_S, self._lease_s / 3)
                 with self._condition:
                     self._condition.wait_for(lambda: self._is_stopping, REDIS_TIMEOUT_S / 2)

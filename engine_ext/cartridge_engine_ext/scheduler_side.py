@@ -72,6 +72,8 @@ class _VirtualRequest:
     trace_headers: Mapping[str, str] | None = None
     received_ns: int = field(default_factory=time.time_ns)
     ready_ns: int | None = None
+    reloaded_s: float | None = None
+    """When its artifacts were first asked for after it had run without: its blocks were lost."""
     refusal: Refusal | None = None
     is_proof: bool = False
     """A request of the engine to itself: a self-test or a probe."""
@@ -95,7 +97,8 @@ class _VirtualRequest:
 
     @property
     def deadline_s(self) -> float:
-        return self.received_s + self.message.deadline_ms / 1000
+        begin_s = self.received_s if self.reloaded_s is None else self.reloaded_s
+        return begin_s + self.message.deadline_ms / 1000
 
     @property
     def digests(self) -> list[Digest]:
@@ -110,6 +113,7 @@ class _Doomed:
     request_id: str
     refusal: Refusal
     trace_headers: Mapping[str, str] | None
+    is_proof: bool
     received_ns: int = field(default_factory=time.time_ns)
 
 
@@ -200,14 +204,11 @@ class SchedulerSide:
         try:
             self._attach(request, params)
         except Refusal as refusal:
-            self._doom(request, refusal, claimed_request_id(params[FIELD_CARTRIDGES]))
+            self._doom(request, refusal, params)
         except Exception as error:
             logger.exception("request %s: no virtual prefix", request.request_id)
-            self._doom(
-                request,
-                Refusal(FailureReason.INTERNAL, f"{type(error).__name__}: {error}"),
-                claimed_request_id(params[FIELD_CARTRIDGES]),
-            )
+            internal = Refusal(FailureReason.INTERNAL, f"{type(error).__name__}: {error}")
+            self._doom(request, internal, params)
 
     def num_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -280,10 +281,11 @@ class SchedulerSide:
             receipt = self._end(tracked, has_error=tracked.has_error)
         elif isinstance(tracked, _Doomed):
             receipt = self._refused_receipt(tracked)
-            now_ns = time.time_ns()
-            self._on_ended(
-                EndedPrefix(receipt, None, tracked.trace_headers, tracked.received_ns, now_ns)
-            )
+            if not tracked.is_proof:
+                now_ns = time.time_ns()
+                self._on_ended(
+                    EndedPrefix(receipt, None, tracked.trace_headers, tracked.received_ns, now_ns)
+                )
         del self._tracked[request.request_id]
         return None if receipt is None else {FIELD_RECEIPT: msgspec.to_builtins(receipt)}
 
@@ -322,6 +324,8 @@ class SchedulerSide:
         if tracked.is_acquired:
             return
         tracked.is_acquired = True
+        if tracked.num_reused_tokens is not None:
+            tracked.reloaded_s = time.monotonic()
         for digest in tracked.digests:
             is_ready = self._pool.acquire(digest, tracked.deadline_s)
             tracked.tiers[digest] = Tier.DRAM if is_ready else Tier.REMOTE
@@ -372,14 +376,15 @@ class SchedulerSide:
         request.prompt_token_ids = placeholders + list(request.prompt_token_ids or [])
         request.num_prompt_tokens += num_tokens
         request._all_token_ids[:0] = placeholders  # noqa: SLF001 - the seam of DESIGN section 6
-        _rehash(request, _block_salt(message))
+        # Blocks that a proof wrote are for nobody else: who comes later is judged by its verdict.
+        _rehash(request, secrets.token_hex(16) if tracked.is_proof else _block_salt(message))
 
     def _check_request(
         self, request: "Request", params: dict[str, Any], message: CompositionMessage
     ) -> None:
         if not (self._gate.is_open or self._is_self_test(params)):
             raise Refusal(FailureReason.NOT_READY, "the boot self-test has not passed")
-        if self._is_draining:
+        if self._is_draining and not self._is_self_test(params):
             raise Refusal(FailureReason.NOT_READY, "this replica is being drained")
         if request.cache_salt != cache_salt(Digest(message.composition)):
             raise Refusal(
@@ -405,13 +410,18 @@ class SchedulerSide:
             text.encode("utf-8", "surrogatepass"), self._gate.token.encode("ascii")
         )
 
-    def _doom(self, request: "Request", refusal: Refusal, request_id: str) -> None:
+    def _doom(self, request: "Request", refusal: Refusal, params: dict[str, Any]) -> None:
         """Let a request fail without its prompt being run: two tokens, the first one 'external'."""
         logger.warning("request %s refused: %s", request.request_id, refusal)
         before = self._tracked.get(request.request_id)
         if isinstance(before, _VirtualRequest):
             self._release(before)
-        self._tracked[request.request_id] = _Doomed(request_id, refusal, request.trace_headers)
+        self._tracked[request.request_id] = _Doomed(
+            claimed_request_id(params[FIELD_CARTRIDGES]),
+            refusal,
+            request.trace_headers,
+            is_proof=self._is_self_test(params),
+        )
         request.prompt_token_ids = [0, 0]
         request.num_prompt_tokens = 2
         request._all_token_ids[:] = [0, 0]  # noqa: SLF001
@@ -501,7 +511,7 @@ class SchedulerSide:
 
     def _count(self, request: "Request", tracked: _VirtualRequest) -> None:
         """List the prefix of a request that has its blocks in the census."""
-        if tracked.is_counted or tracked.refusal is not None:
+        if tracked.is_counted or tracked.is_proof or tracked.refusal is not None:
             return
         tracked.is_counted = True
         message = tracked.message

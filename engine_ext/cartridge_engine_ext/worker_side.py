@@ -265,9 +265,12 @@ def _beside_forward_passes(device: torch.device) -> Iterator[None]:
         yield
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no types for it
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        # Also after a failure: what is queued must not be written once the blocks are given back.
+        stream.synchronize()
 
 
 class _Mappings:

@@ -12,6 +12,7 @@ import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is
 # isort: split
 from cartridge_engine_ext.first_load_probe import (
     PASSED,
+    RETRY_AFTER_S,
     FirstLoadProbe,
     ProbeVerdict,
     build_digest,
@@ -104,13 +105,18 @@ def test_a_mismatch_is_quarantined(engine: FakeEngine) -> None:
 
 
 def test_no_answer_is_no_verdict(engine: FakeEngine) -> None:
-    """A probe that the engine could not answer is tried again by the next who asks."""
+    """A probe that the engine could not answer is tried again after a while, not at once."""
+    now_s = 100.0
     engine.is_broken = True
-    probe = FirstLoadProbe(engine.answer, build="b", folder=None)
+    probe = FirstLoadProbe(engine.answer, build="b", folder=None, clock=lambda: now_s)
     probe.verdict(DIGEST, MANIFEST)
-    until(lambda: probe.verdict(DIGEST, MANIFEST) is None and len(engine.asked) > 1)
+    until(lambda: probe._running == set())
+    assert [probe.verdict(DIGEST, MANIFEST) for _ in range(5)] == [None] * 5
+    assert len(engine.asked) == 1
     engine.is_broken = False
+    now_s += RETRY_AFTER_S
     assert settled(probe) == PASSED
+    assert len(engine.asked) == 2
     probe.stop()
 
 

@@ -9,6 +9,7 @@ import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is
 # isort: split
 from vllm.v1.core.block_pool import BlockPool
 
+from cartridge_engine_ext import hbm_census
 from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_proto.digest import sha256_digest
@@ -35,7 +36,13 @@ def ledger() -> ResidencyLedger:
 @pytest.fixture
 def census(blocks: FakeBlockPool, ledger: ResidencyLedger) -> HbmCensus:
     """A census whose pins may keep half of the blocks."""
-    census = HbmCensus(ledger, group_ids=[0], block_bytes=BLOCK_BYTES, pinned_fraction=0.5)
+    census = HbmCensus(
+        ledger,
+        group_ids=[0],
+        block_bytes=BLOCK_BYTES,
+        pinned_fraction=0.5,
+        longest_request_blocks=2,
+    )
     census.bind(blocks)
     return census
 
@@ -182,7 +189,9 @@ def test_pins_of_what_is_not_there(census: HbmCensus, verb: str) -> None:
 
 def test_before_vllm_gave_its_blocks(ledger: ResidencyLedger) -> None:
     """Nothing is whole and nothing can be pinned."""
-    census = HbmCensus(ledger, group_ids=[0], block_bytes=1, pinned_fraction=0.5)
+    census = HbmCensus(
+        ledger, group_ids=[0], block_bytes=1, pinned_fraction=0.5, longest_request_blocks=2
+    )
     census.enter(ONE, HASHES, [])
     answer = census.pin(ONE)
     census.update()
@@ -216,3 +225,52 @@ def test_kept_as_soon_as_it_is_whole(
     census.keep(OTHER)
     census.update()
     assert blocks.references.total() == 3  # beyond the budget
+
+
+def test_a_pin_outlives_the_row(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """While the tail is out of dram the row is gone, and the pin is kept; then both are told."""
+    census.enter(ONE, HASHES, [TAIL])
+    blocks.hold(HASHES)
+    ledger.enter(TAIL, Tier.DRAM, 7)
+    census.update()
+    census.pin(ONE)
+    census.update()
+    census.leave(ONE)
+    ledger.leave(TAIL, Tier.DRAM)
+    census.update()
+    assert in_hbm(ledger) == {}
+    assert census.num_pinned_blocks == 3
+    ledger.enter(TAIL, Tier.DRAM, 7)
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, True)}
+
+
+def test_pins_leave_room_for_the_longest_request(
+    ledger: ResidencyLedger, blocks: FakeBlockPool
+) -> None:
+    """Whatever the fraction is, one request of the longest length fits beside all pins."""
+    for longest, budget in ((2, 7), (8, 1), (9, 0), (20, 0)):
+        census = HbmCensus(
+            ledger,
+            group_ids=[0],
+            block_bytes=1,
+            pinned_fraction=1.0,
+            longest_request_blocks=longest,
+        )
+        census.bind(blocks)
+        assert census.pin_budget_blocks == budget
+
+
+def test_the_oldest_wish_goes(
+    census: HbmCensus, blocks: FakeBlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wishes for what never comes do not disable later ones."""
+    monkeypatch.setattr(hbm_census, "MAX_WANTED", 1)
+    census.keep(OTHER)
+    census.keep(ONE)
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES)
+    census.update()
+    assert census.num_pinned_blocks == 3

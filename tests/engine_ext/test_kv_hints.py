@@ -44,7 +44,11 @@ class Around:
         )
         self.blocks = FakeBlockPool()
         self.census = HbmCensus(
-            ResidencyLedger(), group_ids=[0], block_bytes=1, pinned_fraction=1.0
+            ResidencyLedger(),
+            group_ids=[0],
+            block_bytes=1,
+            pinned_fraction=1.0,
+            longest_request_blocks=0,
         )
         self.census.bind(self.blocks)
         self.hints = KvHints(

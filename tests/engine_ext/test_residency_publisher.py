@@ -362,6 +362,18 @@ def test_a_restarted_server_is_filled_again(tmp_path: Path) -> None:
             publisher.stop()
 
 
+def test_nobody_waits_for_a_redis_that_is_away(tmp_path: Path) -> None:
+    """Before the start and while Redis is away there is nothing to wait for."""
+    with publishing(f"unix://{tmp_path / 's'}", lease_s=1.0) as publisher:
+        until(lambda: not publisher.is_writing)
+        publisher.put(ONE, Tier.DRAM, 1)
+        with server(tmp_path) as reader:
+            until(holds(reader, ONE))
+            until(lambda: publisher.is_writing)
+            assert publisher.flush(WAIT_S)
+    assert not publisher.is_writing
+
+
 def test_a_long_absence_keeps_memory_bounded(tmp_path: Path) -> None:
     """Changes and receipts that cannot be sent are dropped oldest first; the rows stay true."""
     total = max(MAX_PENDING_CHANGES, MAX_PENDING_RECEIPTS) + 50

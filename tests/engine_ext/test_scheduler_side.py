@@ -21,7 +21,12 @@ from cartridge_engine_ext.first_load_probe import PASSED, ProbeVerdict
 from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.load_plan import Capture, Load, LoadReport, LoadResult
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
-from cartridge_engine_ext.scheduler_side import EndedPrefix, SchedulerSide, SelfTestGate
+from cartridge_engine_ext.scheduler_side import (
+    EndedPrefix,
+    SchedulerSide,
+    SelfTestGate,
+    _VirtualRequest,
+)
 from cartridge_engine_ext.virtual_prefix import num_blocks
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import OnMiss, cache_salt
@@ -174,7 +179,9 @@ def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterat
     ledger = ResidencyLedger()
     blocks = FakeBlockPool()
     verdicts: dict[Digest, ProbeVerdict | None] = {}
-    census = HbmCensus(ledger, group_ids=[0], block_bytes=100, pinned_fraction=0.5)
+    census = HbmCensus(
+        ledger, group_ids=[0], block_bytes=100, pinned_fraction=0.5, longest_request_blocks=2
+    )
     census.bind(blocks)
     side = SchedulerSide(
         pool=pool,
@@ -481,6 +488,23 @@ def test_requests_wait_for_the_probe(engine: Engine) -> None:
     assert engine.side.num_matched_tokens(probe, 0) == (20, True)
     engine.verdicts[artifact[0]] = PASSED
     assert engine.side.num_matched_tokens(request, 0) == (20, True)
+
+
+def test_the_probes_blocks_are_for_nobody_else(engine: Engine) -> None:
+    """A proof has a salt of its own: a client cannot be served from what an unjudged one wrote."""
+    artifact = engine.put(num_tokens=2 * BLOCK_SIZE)
+    client, probe = (request_with(message_of([artifact])) for _ in range(2))
+    assert probe.kv_transfer_params is not None
+    probe.kv_transfer_params[FIELD_SELF_TEST] = {"token": TOKEN, "num_tokens": 0}
+    for request in (client, probe):
+        engine.side.on_new_request(request)
+    assert len(client.block_hashes) == len(probe.block_hashes) == 2
+    assert not set(client.block_hashes) & set(probe.block_hashes)
+    engine.schedule(probe)
+    engine.write(LoadResult(1, 0.1, None))
+    engine.blocks.hold(probe.block_hashes)
+    engine.side.take_plan()
+    assert [row for row in engine.ledger.rows() if row.tier is Tier.HBM] == []
 
 
 def test_a_probe_past_the_deadline_fails_its_request(engine: Engine) -> None:
@@ -840,6 +864,46 @@ def test_draining(engine: Engine) -> None:
     again = request_with(message_of([artifact]))
     engine.run(again)
     assert engine.end(again).status is ReceiptStatus.SERVED
+
+
+def test_a_draining_engine_still_proves_artifacts(engine: Engine) -> None:
+    """A request that was taken before waits for its probe, so the probe is let in."""
+    engine.side.drain()
+    probe = request_with(message_of([engine.put(num_tokens=20)]))
+    assert probe.kv_transfer_params is not None
+    probe.kv_transfer_params[FIELD_SELF_TEST] = {"token": TOKEN, "num_tokens": 0}
+    engine.side.on_new_request(probe)
+    assert engine.matched(probe) == 20
+
+
+def test_a_refused_proof_is_told_to_nobody(engine: Engine) -> None:
+    """The engine asks itself: no receipt, no count."""
+    probe = FakeRequest(
+        {FIELD_CARTRIDGES: {}, FIELD_SELF_TEST: {"token": TOKEN, "num_tokens": 0}},
+        finished_reason="error",
+    )
+    engine.side.on_new_request(probe)
+    assert engine.side.finish(probe) is not None
+    assert engine.ended == []
+
+
+def test_a_prefix_that_is_lost_has_a_deadline_of_its_own(engine: Engine) -> None:
+    """A request that ran long from HBM and lost its blocks may load as long as a new one."""
+    artifact = engine.put(num_tokens=32)
+    first = request_with(message_of([artifact]))
+    engine.run(first)
+    engine.blocks.hold(first.block_hashes[:2])
+    engine.end(first)
+    engine.side.take_plan()
+    assert engine.pool.evict(artifact[0]) is None
+    long = request_with(message_of([artifact], deadline_ms=1))
+    engine.run(long, num_computed_tokens=32)
+    tracked = engine.side._tracked[long.request_id]
+    assert isinstance(tracked, _VirtualRequest)
+    before_s = tracked.deadline_s
+    engine.blocks.drop(first.block_hashes[:2])
+    engine.side.num_matched_tokens(long, 0)
+    assert tracked.deadline_s > before_s
 
 
 def test_what_is_told_of_a_prefix_that_is_over(engine: Engine) -> None:
