@@ -46,6 +46,10 @@ MAX_EXAMINED = 100_000
 """Artifacts whose insides need no second look."""
 
 
+class _NobodyWaits(Refusal):
+    """A load is given up because no request needs it; untrue once one does."""
+
+
 class _State(Enum):
     QUEUED = auto()
     """A loader has yet to look at it."""
@@ -541,6 +545,12 @@ class DramPool:
 
     def _fail(self, entry: _Entry, refusal: Refusal) -> None:
         with self._lock:
+            is_for_request = entry.num_users > 0 and entry.priority >= REQUEST_PRIORITY
+            if isinstance(refusal, _NobodyWaits) and is_for_request:
+                # A request came while this was decided: it is worth the load.
+                entry.state = _State.QUEUED
+                self._changed.notify_all()
+                return
             self._settle(entry, refusal)
         try:
             self._on_failed(entry.digest)
@@ -649,7 +659,7 @@ class DramPool:
             return
         now_s = time.monotonic()
         if not self._policy.admits(entry.digest, size_bytes, list(victims), now_s):
-            raise Refusal(
+            raise _NobodyWaits(
                 FailureReason.CAPACITY,
                 f"priority: {entry.priority} takes no room from {len(victims)} artifacts that are "
                 "worth more",
@@ -730,8 +740,8 @@ def _closed() -> Refusal:
     return Refusal(FailureReason.NOT_READY, "the dram tier was closed")
 
 
-def _unwanted(digest: Digest) -> Refusal:
-    return Refusal(FailureReason.DEADLINE, f"{digest}: nobody waits for it any more")
+def _unwanted(digest: Digest) -> _NobodyWaits:
+    return _NobodyWaits(FailureReason.DEADLINE, f"{digest}: nobody waits for it any more")
 
 
 def _store_refusal(error: StoreError, absent: str) -> Refusal:

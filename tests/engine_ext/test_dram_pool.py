@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -741,3 +741,23 @@ def test_the_inside_of_an_artifact_is_looked_at_once(tmp_path: Path) -> None:
         assert pool.evict(digest) is None
     pool.close()
     assert len(looked_at) == 1
+
+
+def test_a_request_that_comes_while_a_prefetch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the decision and its end a request may come: it is loaded, not refused."""
+    often, once = put_samples(store := LocalStore(tmp_path), 2)
+    with pool_over(store, capacity_bytes=SIZE, policy=GreedyDualSizeFrequency()) as pool:
+        for _ in range(3):
+            use(pool, often)
+        fail = pool._fail
+
+        def come_between(entry: Any, refusal: Refusal) -> None:
+            pool.acquire(once, long_deadline())
+            fail(entry, refusal)
+
+        monkeypatch.setattr(pool, "_fail", come_between)
+        pool.prefetch(once, long_deadline(), 0)
+        until(lambda: is_ready(pool, once))
+        pool.release(once)
