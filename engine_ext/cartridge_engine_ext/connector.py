@@ -4,6 +4,7 @@ Owns nothing but the translation between vLLM's connector interface and the two 
 path is public: operators write it into deployment files.
 """
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+IDLE_STEP_S = 0.001
 
 
 class CartridgeConnector(KVConnectorBase_V1):
@@ -85,8 +89,15 @@ class CartridgeConnector(KVConnectorBase_V1):
         )
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """The loads of this step."""
-        return self._scheduler_side.take_plan()
+        """The loads of this step.
+
+        While a step runs no token and requests wait for bytes, vLLM would ask again at once, and take
+        the interpreter and a core from the very threads that bring them.
+        """
+        plan = self._scheduler_side.take_plan()
+        if scheduler_output.total_num_scheduled_tokens == 0 and self._scheduler_side.is_waiting:
+            time.sleep(IDLE_STEP_S)
+        return plan
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take in what the worker did."""

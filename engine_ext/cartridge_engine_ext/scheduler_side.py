@@ -252,6 +252,15 @@ class SchedulerSide:
         plan, self._plan = self._plan, LoadPlan()
         return plan
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request waits for its bytes, or for their way into blocks."""
+        return any(
+            isinstance(tracked, _VirtualRequest)
+            and (tracked.is_loading or tracked.num_reused_tokens is None)
+            for tracked in self._tracked.values()
+        )
+
     def take_output(self, report: LoadReport | None, ended: Iterable[str]) -> None:
         """Note what workers did in a step, and the loads that all of them have ended."""
         if report is not None:

@@ -629,6 +629,20 @@ def test_a_load_ends_when_all_workers_have_ended_it(engine: Engine) -> None:
     assert 0.5 <= receipt.load_s < 0.75 + WAIT_S
 
 
+def test_what_waits_for_bytes_is_known(engine: Engine) -> None:
+    """From its arrival until its load has ended, and not while it only decodes."""
+    assert not engine.side.is_waiting
+    request = request_with(message_of([engine.put(num_tokens=20)]))
+    engine.side.on_new_request(request)
+    assert engine.side.is_waiting
+    engine.schedule(request)
+    assert engine.side.is_waiting
+    engine.write(LoadResult(1, 0.1, None))
+    assert not engine.side.is_waiting
+    engine.end(request)
+    assert not engine.side.is_waiting
+
+
 def test_equal_prefixes_are_loaded_once(engine: Engine) -> None:
     """A second request waits for the blocks of the first; another prefix does not wait."""
     artifact, other = (engine.put(num_tokens=20, seed=seed) for seed in (1, 2))
