@@ -91,8 +91,8 @@ class CartridgeConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """The loads of this step.
 
-        While a step runs no token and requests wait for bytes, vLLM would ask again at once, and take
-        the interpreter and a core from the very threads that bring them.
+        While a step runs no token and requests wait for bytes, vLLM would ask again at once, and
+        take the interpreter and a core from the very threads that bring them.
         """
         plan = self._scheduler_side.take_plan()
         if scheduler_output.total_num_scheduled_tokens == 0 and self._scheduler_side.is_waiting:

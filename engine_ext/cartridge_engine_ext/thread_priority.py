@@ -9,8 +9,8 @@ import threading
 
 logger = logging.getLogger(__name__)
 
-LOADING_NICENESS = 10
-"""Against a thread of niceness 0, one of 10 gets about a tenth of a core that both want.
+LOADING_NICENESS = 5
+"""Against a thread of niceness 0, one of 5 gets about a quarter of a core that both want.
 
 Source: sched(7), weights of nice values: a factor of 1.25 for each.
 """
