@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import grpc
+import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
@@ -114,7 +115,30 @@ def test_the_control_service_wants_its_token(
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     described = control.Describe(control_pb2.DescribeRequest(), metadata=METADATA)
     assert described.ready
-    assert not described.quarantined
+
+
+def test_what_answers_its_probe_wrongly_is_shown(
+    tiered: Fleet, control: control_pb2_grpc.CartridgeControlStub
+) -> None:
+    """A quarantined artifact is refused, named in Describe with the reason, and counted."""
+    manifest = tiered.store.read_manifest(tiered.store.resolve("tier-0@1"))
+    first = manifest.probe.steps[0]
+    wrong = msgspec.structs.replace(first, token_id=0, top=[(0, -0.1)])
+    assert first.token_id != 0
+    probe = msgspec.structs.replace(manifest.probe, steps=[wrong, *manifest.probe.steps[1:]])
+    tiered.put_manifest(msgspec.structs.replace(manifest, name="wrong-probe", probe=probe))
+    body = {
+        "model": MODEL_NAME,
+        "prompt": LIVE,
+        "max_tokens": 1,
+        names.FIELD_CARTRIDGE_IDS: ["wrong-probe@1"],
+    }
+    assert tiered.post("/v1/completions", body).status_code == 409
+    described = control.Describe(control_pb2.DescribeRequest(), metadata=METADATA)
+    reasons = {found.digest: found.reason for found in described.quarantined}
+    assert "expected 0" in reasons[tiered.store.resolve("wrong-probe@1")]
+    tiered.complete(LIVE)  # vLLM carries counts with its steps
+    assert tiered.metric(names.METRIC_ENGINE_QUARANTINED + "{") >= 1
 
 
 def test_a_drained_replica_gets_no_cartridges(
