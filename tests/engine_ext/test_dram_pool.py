@@ -249,7 +249,10 @@ def test_a_prefetch_is_given_up_at_its_deadline(tmp_path: Path) -> None:
     with pool_over(store, capacity_bytes=SIZE) as pool:
         hold(pool, held)
         pool.prefetch(wanted, time.monotonic() + 0.05)
+        assert pool.holding(wanted) is not None
         until(lambda: pool.holding(wanted) is None)
+        assert is_ready(pool, held)
+        assert pool.used_bytes == SIZE
 
 
 def test_prefetches_under_way_are_bounded(tmp_path: Path) -> None:
@@ -752,12 +755,16 @@ def test_a_request_that_comes_while_a_prefetch_is_refused(
         for _ in range(3):
             use(pool, often)
         fail = pool._fail
+        refused: list[str] = []
 
         def come_between(entry: Any, refusal: Refusal) -> None:
+            refused.append(refusal.detail)
             pool.acquire(once, long_deadline())
             fail(entry, refusal)
 
         monkeypatch.setattr(pool, "_fail", come_between)
         pool.prefetch(once, long_deadline(), 0)
-        until(lambda: is_ready(pool, once))
+        until(lambda: bool(refused))
+        assert pool.wait(once, WAIT_S)[0].digest == once
+        assert ["priority: 0" in detail for detail in refused] == [True]
         pool.release(once)

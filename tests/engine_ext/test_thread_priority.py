@@ -24,9 +24,14 @@ def test_only_the_loading_thread_is_nicer() -> None:
 
 def test_where_it_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that refuses costs nothing but the courtesy."""
+    asked: list[tuple[int, ...]] = []
 
     def refuse(*arguments: int) -> None:
+        asked.append(arguments)
         raise PermissionError(1, "no")
 
+    before = niceness()
     monkeypatch.setattr(os, "setpriority", refuse)
     yield_to_serving()
+    assert asked == [(os.PRIO_PROCESS, threading.get_native_id(), LOADING_NICENESS)]
+    assert niceness() == before

@@ -529,4 +529,5 @@ def test_a_failpoint_that_is_not_named_does_nothing(
     """Nor does an empty variable, or a name that only begins alike."""
     for text in ("", "after", "after_rename_too", "after_rename:other"):
         monkeypatch.setenv(ENV_FAILPOINT, text)
-        LocalStore(tmp_path).put_blob(text.encode())
+        digest = LocalStore(tmp_path).put_blob(text.encode())
+        assert LocalStore(tmp_path).blob_path(digest).read_bytes() == text.encode()
