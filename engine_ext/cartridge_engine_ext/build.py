@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from cartridge_engine_ext import identity
 from cartridge_engine_ext.chat_template import renderer_of, system_turn, tokenize_verbatim
 from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.latents import stored_latents
 from cartridge_engine_ext.payload import pack_payload, quantised_values
 from cartridge_engine_ext.prefill_manifest import prefill_manifest
 from cartridge_kernels.scaled_values import dequantise_values
@@ -105,6 +106,9 @@ class Builder:
         self._identity = identity.model_identity(
             model_dir, name=model_name, with_weights=with_weights_digest
         )
+        self._geometry = identity.geometry(model_dir)
+        if self._has_small_values and self._geometry.has_latents:
+            raise ConfigurationError(f"values: {values}: a latent model stores no values")
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
 
@@ -135,12 +139,11 @@ class Builder:
             raise ConfigurationError(f"{source.name}: {len(prefix)} tokens; the context is {limit}")
         self._say(f"prefill {source.name}: {len(prefix)} tokens")
         with torch.inference_mode():
-            cache = self._model(torch.tensor([prefix]), use_cache=True).past_key_values
-            named = {
-                f"layers.{index}.{part}": tensor[0].contiguous().clone()
-                for index, layer in enumerate(cache.layers)
-                for part, tensor in (("k", layer.keys), ("v", layer.values))
-            }
+            # Made without the model's configuration: every layer then keeps every position, also
+            # those that a window has left behind.
+            cache = DynamicCache()
+            self._model(torch.tensor([prefix]), past_key_values=cache, use_cache=True)
+            named = self._tensors(cache)
             if self._has_small_values:
                 named = self._quantise(source, named, cache)
             probe = self._probe(cache, live)
@@ -149,7 +152,7 @@ class Builder:
             name=source.name,
             version=source.version,
             model=self._identity,
-            geometry=identity.geometry(self._model_dir),
+            geometry=self._geometry,
             rope=identity.rope(self._model_dir),
             payload=payload,
             source_digest=sha256_digest(source.text.encode()),
@@ -169,6 +172,18 @@ class Builder:
         digest = self._store.put_manifest(manifest)
         self._store.set_alias(manifest.alias, digest)
         return Built(digest, manifest)
+
+    def _tensors(self, cache: DynamicCache) -> dict[str, torch.Tensor]:
+        """Keys and values, or latents, by their names in an artifact."""
+        layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+        if self._geometry.has_latents:
+            latents = [stored_latents(self._model.config, *layer) for layer in layers]
+            return {f"layers.{index}.k": latent for index, latent in enumerate(latents)}
+        return {
+            f"layers.{index}.{part}": tensor.contiguous().clone()
+            for index, layer in enumerate(layers)
+            for part, tensor in zip("kv", layer, strict=True)
+        }
 
     def _quantise(
         self, source: Source, named: dict[str, torch.Tensor], cache: Any

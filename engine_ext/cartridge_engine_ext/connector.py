@@ -84,8 +84,9 @@ class CartridgeConnector(KVConnectorBase_V1):
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Plan a load into the blocks that were allocated."""
+        num_skipped = sum(1 for block in blocks.blocks[0] if block.is_null)
         self._scheduler_side.after_allocation(
-            request, blocks.get_block_ids()[0], num_external_tokens
+            request, blocks.get_block_ids()[0], num_external_tokens, num_skipped
         )
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:

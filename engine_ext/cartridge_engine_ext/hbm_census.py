@@ -62,6 +62,8 @@ class _Prefix:
 class HbmCensus:
     """Compositions by identity.
 
+    With `window_blocks` every layer has a window, and a prefix is so many of its last full blocks.
+
     `pin`, `unpin` and `keep` may be called from any thread, all else runs on the scheduler's.
 
     A prefix is whole while all of its full blocks are in the prefix cache, and the artifacts of
@@ -78,12 +80,14 @@ class HbmCensus:
         block_bytes: int,
         pinned_fraction: float,
         longest_request_blocks: int,
+        window_blocks: int | None = None,
     ) -> None:
         self._ledger = ledger
         self._block_bytes = block_bytes
         self._group_ids = list(group_ids)
         self._pinned_fraction = pinned_fraction
         self._longest_request_blocks = longest_request_blocks
+        self._window_blocks = window_blocks
         self._pool: BlockPool[object] | None = None
         self._prefixes: dict[Digest, _Prefix] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -104,6 +108,8 @@ class HbmCensus:
         """A request with this prefix got its blocks; until `leave` the prefix is looked for."""
         if not block_hashes:
             return
+        if self._window_blocks is not None:
+            block_hashes = block_hashes[-self._window_blocks :]
         prefix = self._prefixes.get(composition)
         if prefix is None:
             size_bytes = len(block_hashes) * self._block_bytes

@@ -6,11 +6,15 @@ Refuses folders that do not say what is needed, and models the virtual prefix ca
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_proto.canonical_json import encode_canonical
+from cartridge_proto.compatibility import ROPE_PER_LAYER_KIND
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import Geometry, LayerKind, ModelIdentity, Rope, Rotation
 
@@ -20,6 +24,9 @@ _NOT_IDENTITY = frozenset(
 )
 """config.json keys that say how a model was saved, not what it computes (the architecture has its
 own field)."""
+
+_LAYER_TYPES = {"full_attention": LayerKind.FULL, "sliding_attention": LayerKind.SLIDING}
+"""Names in config.json of the kinds of layers that a virtual prefix can serve."""
 
 _CHUNK_BYTES = 1 << 22
 
@@ -55,13 +62,29 @@ def geometry(model_dir: Path) -> Geometry:
     """KV shape of the model.
 
     Raises:
-        ConfigurationError: config.json lacks a needed number.
+        ConfigurationError: config.json lacks a needed number, or has layers that keep something
+            else than keys and values of one shape.
     """
-    config = _read_config(model_dir)
+    config = _read_layers(model_dir)
     num_layers, num_heads = (
         _number(config, key) for key in ("num_hidden_layers", "num_attention_heads")
     )
+    if config.get("kv_lora_rank"):
+        rank = _number(config, "kv_lora_rank")
+        return Geometry(
+            num_layers=num_layers,
+            num_kv_heads=1,
+            head_dim_k=rank + _number(config, "qk_rope_head_dim"),
+            head_dim_v=rank,
+            layer_kinds=[LayerKind.LATENT] * num_layers,
+        )
     head_dim = int(config.get("head_dim") or _number(config, "hidden_size") // num_heads)
+    for key in ("global_head_dim", "num_global_key_value_heads"):
+        if config.get(key):
+            raise ConfigurationError(
+                f"config.json: {key}: layers whose keys differ in shape cannot have a virtual "
+                "prefix"
+            )
     return Geometry(
         num_layers=num_layers,
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
@@ -75,21 +98,48 @@ def rope(model_dir: Path) -> Rope:
     """Rotary embedding of the model, for keys stored post rotation from position 0.
 
     Reads both spellings of config.json: `rope_parameters`, and `rope_theta` with `rope_scaling`.
+
+    Raises:
+        ConfigurationError: kinds of layers rotate different parts of a key.
     """
-    config = _read_config(model_dir)
+    config, shape = _read_layers(model_dir), geometry(model_dir)
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
-    rope_type = str(parameters.pop("rope_type", None) or parameters.pop("type", None) or "default")
-    factor = float(parameters.pop("partial_rotary_factor", None) or _partial_factor(config))
-    head_dim = geometry(model_dir).head_dim_k
+    parts = {
+        kind: _OneRope.read(config, parameters[name])
+        for kind in dict.fromkeys(shape.layer_kinds)
+        if (name := layer_type(kind)) in parameters
+    }
+    one = (
+        parts.get(LayerKind.FULL)
+        or next(iter(parts.values()), None)
+        or _OneRope.read(config, parameters)
+    )
+    if any(part.partial_factor != one.partial_factor for part in parts.values()):
+        raise ConfigurationError(
+            "config.json: rope_parameters: kinds of layers that rotate different parts of a key "
+            "cannot have a virtual prefix"
+        )
     return Rope(
-        type=rope_type,
-        theta=float(theta),
-        scaling=parameters or None,
-        rotary_dim=int(head_dim * factor),
+        type=ROPE_PER_LAYER_KIND if parts else one.type,
+        theta=one.theta,
+        scaling={
+            kind.value: {"type": part.type, "theta": part.theta, "scaling": part.scaling}
+            for kind, part in parts.items()
+        }
+        or one.scaling,
+        rotary_dim=(
+            shape.head_dim_k - shape.head_dim_v
+            if shape.has_latents
+            else int(shape.head_dim_k * one.partial_factor)
+        ),
         stored_keys=Rotation.POST,
         first_position=0,
     )
+
+
+def layer_type(kind: LayerKind) -> str | None:
+    """Name in config.json of a kind of layers; `None` where none is needed."""
+    return next((name for name, named in _LAYER_TYPES.items() if named is kind), None)
 
 
 def chat_template(model_dir: Path) -> str | None:
@@ -141,18 +191,58 @@ def _number(config: dict[str, Any], key: str) -> int:
     return value
 
 
+def _read_layers(model_dir: Path) -> dict[str, Any]:
+    """config.json; with what it leaves to the model's class, where layers may have a window.
+
+    Older files name no `layer_types`: which layers have a window is then a rule of the class, and
+    transformers has those rules. vLLM takes them from there as well.
+    """
+    config = _read_config(model_dir)
+    if not config.get("sliding_window") or config.get("layer_types"):
+        return config
+    try:
+        known = transformers.AutoConfig.from_pretrained(model_dir).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(
+            f"{model_dir / 'config.json'}: a sliding_window, no layer_types, and transformers "
+            f"does not know the model: {error}"
+        ) from error
+    if names := getattr(known, "layer_types", None):
+        config["layer_types"] = list(names)
+        config["rope_parameters"] = known.rope_parameters
+    return config
+
+
 def _layer_kinds(config: dict[str, Any], num_layers: int) -> list[LayerKind]:
-    if config.get("kv_lora_rank"):
-        return [LayerKind.LATENT] * num_layers
     names = config.get("layer_types")
     if isinstance(names, list):
-        return [LayerKind.FULL if name == "full_attention" else LayerKind.SLIDING for name in names]
+        others = sorted({str(name) for name in names} - set(_LAYER_TYPES))
+        if others:
+            raise ConfigurationError(
+                f"config.json: layer_types: {', '.join(others)}: only layers with keys and values "
+                f"can have a virtual prefix ({', '.join(_LAYER_TYPES)})"
+            )
+        return [_LAYER_TYPES[name] for name in names]
     has_window = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
     return [LayerKind.SLIDING if has_window else LayerKind.FULL] * num_layers
 
 
-def _partial_factor(config: dict[str, Any]) -> float:
-    return float(config.get("partial_rotary_factor") or 1.0)
+@dataclass(frozen=True)
+class _OneRope:
+    """A rotary embedding as config.json has it."""
+
+    type: str
+    theta: float
+    scaling: dict[str, Any] | None
+    partial_factor: float
+
+    @classmethod
+    def read(cls, config: dict[str, Any], parameters: dict[str, Any]) -> "_OneRope":
+        rest = dict(parameters)
+        theta = rest.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
+        rope_type = str(rest.pop("rope_type", None) or rest.pop("type", None) or "default")
+        factor = rest.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+        return cls(rope_type, float(theta), rest or None, float(factor or 1.0))
 
 
 def _tokenizer_digest(model_dir: Path) -> Digest:

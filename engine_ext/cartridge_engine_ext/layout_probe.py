@@ -5,10 +5,10 @@ through the backend's own writer. Refuses caches whose elements are not a plain 
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 
+from cartridge_engine_ext.cache_layer import CacheLayer
 from cartridge_engine_ext.errors import ConfigurationError
 
 _BASE = 16
@@ -16,21 +16,8 @@ _BASE = 16
 
 
 Captured = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of each layer, [num_kv_heads, num_tokens, head_dim]; heads of one worker."""
-
-
-class AttentionLayer(Protocol):
-    """What this package uses of vLLM's attention layers: the cache and the backend's writer.
-
-    `impl.do_kv_cache_update(layer, key, value, cache, slots)` takes keys and values
-    [num_tokens, num_kv_heads, head_dim] in the cache's dtype and int64 slots [num_tokens].
-    """
-
-    kv_cache: torch.Tensor
-    num_kv_heads: int
-    head_size: int
-    head_size_v: int
-    impl: Any
+"""Keys and values of each layer, [num_kv_heads, num_tokens, head_dim]; heads of one worker. Values
+of layers with latents have a head_dim of 0."""
 
 
 class CacheReader:
@@ -48,15 +35,14 @@ class CacheReader:
         self._value_places = value_places
 
     @classmethod
-    def probe(cls, layer: AttentionLayer, block_size: int, num_blocks: int) -> "CacheReader":
+    def probe(cls, layer: CacheLayer, block_size: int, num_blocks: int) -> "CacheReader":
         """Find the layout out. Overwrites block 1 of the layer and leaves zeros there.
 
         Raises:
             ConfigurationError: the elements written do not all come back.
         """
-        cache = layer.kv_cache
-        heads, key_dim = layer.num_kv_heads, layer.head_size
-        value_dim = layer.head_size_v
+        cache = layer.cache
+        heads, key_dim, value_dim = layer.num_kv_heads, layer.key_dim, layer.value_dim
         num_keys = block_size * heads * key_dim
         num_values = block_size * heads * value_dim
         places = cache.numel() // num_blocks
@@ -77,7 +63,7 @@ class CacheReader:
                     order[num_keys:].reshape(*shape, value_dim).transpose(0, 1).contiguous(),
                 )
         raise ConfigurationError(
-            f"the KV cache of {type(layer.impl).__name__} ({cache.dtype}, {tuple(cache.shape)}) is "
+            f"the KV cache of {layer.backend} ({cache.dtype}, {tuple(cache.shape)}) is "
             "no permutation of what its writer is given; the self-test cannot read it back"
         )
 
@@ -102,34 +88,28 @@ def _num_digits(largest: int) -> int:
     return digits
 
 
-def _write_digit(
-    layer: AttentionLayer, block_size: int, digit: int, counts: tuple[int, int]
-) -> None:
+def _write_digit(layer: CacheLayer, block_size: int, digit: int, counts: tuple[int, int]) -> None:
     numbers = torch.arange(1, sum(counts) + 1) // _BASE**digit % _BASE
     _write_block(layer, block_size, numbers[: counts[0]], numbers[counts[0] :])
 
 
-def _write_zeros(layer: AttentionLayer, block_size: int) -> None:
-    heads = layer.num_kv_heads
-    value_dim = layer.head_size_v
+def _write_zeros(layer: CacheLayer, block_size: int) -> None:
+    num_rows = block_size * layer.num_kv_heads
     _write_block(
         layer,
         block_size,
-        torch.zeros(block_size * heads * layer.head_size),
-        torch.zeros(block_size * heads * value_dim),
+        torch.zeros(num_rows * layer.key_dim),
+        torch.zeros(num_rows * layer.value_dim),
     )
 
 
 def _write_block(
-    layer: AttentionLayer, block_size: int, keys: torch.Tensor, values: torch.Tensor
+    layer: CacheLayer, block_size: int, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
-    cache = layer.kv_cache
-    shape = (block_size, layer.num_kv_heads, -1)
+    cache, shape = layer.cache, (block_size, layer.num_kv_heads)
     slots = torch.arange(block_size, 2 * block_size, dtype=torch.int64)
-    layer.impl.do_kv_cache_update(
-        layer,
-        keys.to(cache.device, cache.dtype).reshape(shape),
-        values.to(cache.device, cache.dtype).reshape(shape),
-        cache,
+    layer.write(
+        keys.to(cache.device, cache.dtype).reshape(*shape, layer.key_dim),
+        values.to(cache.device, cache.dtype).reshape(*shape, layer.value_dim),
         slots.to(cache.device),
     )

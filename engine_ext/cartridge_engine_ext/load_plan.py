@@ -31,7 +31,8 @@ class Segment:
     """One artifact of a composition: keys and values by layer, [num_kv_heads, num_tokens, dim].
 
     `num_positions` is how far its keys move from where they were stored. `value_scales` are there
-    if the values are quantised: [num_kv_heads] or [num_kv_heads, dim], by layer.
+    if the values are quantised: [num_kv_heads] or [num_kv_heads, dim], by layer. Latents are keys,
+    without values.
     """
 
     num_tokens: int

@@ -60,6 +60,7 @@ def quantised_values(
 def pack_payload(named: Mapping[str, torch.Tensor], codec: str = "identity") -> Payload:
     """Pack `layers.{i}.k` and `layers.{i}.v`, each [num_kv_heads, num_tokens, head_dim].
 
+    Latents are `layers.{i}.k` alone.
     Values may be e4m3 with `layers.{i}.v_scale`, [num_kv_heads] or [num_kv_heads, head_dim].
 
     Raises:
@@ -96,7 +97,7 @@ def pack_payload(named: Mapping[str, torch.Tensor], codec: str = "identity") -> 
         representation=msgspec.convert(
             {
                 "k_dtype": dtypes["layers.0.k"],
-                "v_dtype": dtypes["layers.0.v"],
+                "v_dtype": dtypes.get("layers.0.v", dtypes["layers.0.k"]),
                 "v_scale": _value_scale(named.get("layers.0.v_scale")),
             },
             Representation,

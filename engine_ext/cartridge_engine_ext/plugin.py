@@ -9,7 +9,6 @@ import logging
 import queue
 import secrets
 import threading
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,8 @@ import torch
 import vllm
 from huggingface_hub import snapshot_download
 from opentelemetry import trace
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from cartridge_engine_ext import identity
 from cartridge_engine_ext.activity import Activity
@@ -40,6 +39,7 @@ from cartridge_engine_ext.nvme_source import NvmeSource
 from cartridge_engine_ext.nvme_tier import NvmeTier
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
+from cartridge_engine_ext.rotary import RotaryEmbedding, rotary_embeddings
 from cartridge_engine_ext.scheduler_side import EndedPrefix, SchedulerSide, SelfTestGate
 from cartridge_engine_ext.self_test import (
     Answer,
@@ -58,8 +58,7 @@ from cartridge_engine_ext.settings import (
 from cartridge_engine_ext.tracing import PrefixSpans, otlp_provider
 from cartridge_engine_ext.virtual_prefix import num_blocks
 from cartridge_engine_ext.worker_side import HeadShard, WorkerSide, all_heads
-from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
-from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES, EngineIdentity
+from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import cache_salt
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import Manifest
@@ -143,31 +142,23 @@ def _model_dir(config: "VllmConfig") -> Path:
         ) from error
 
 
-def inverse_frequencies(config: "VllmConfig") -> torch.Tensor:
-    """The model's own inverse frequencies, [rotary_dim / 2], float32.
-
-    Where keys cannot be relocated, a composition's offsets are refused and these stay unused.
-    """
-    hf_config = config.model_config.hf_text_config
-    rope = identity.rope(_model_dir(config))
-    if rope.type == "default" or rope.type not in RELOCATABLE_ROPE_TYPES:
-        return default_inverse_frequencies(rope.theta, rope.rotary_dim)
-    frequencies: torch.Tensor
-    frequencies, _ = ROPE_INIT_FUNCTIONS[rope.type](hf_config, torch.device("cpu"))
-    return frequencies.to(torch.float32)
+def _rotary_embeddings(config: "VllmConfig") -> list[RotaryEmbedding]:
+    return rotary_embeddings(_model_dir(config), config.model_config.hf_text_config)
 
 
 def make_worker_side(config: "VllmConfig", num_cache_blocks: int) -> WorkerSide:
     """The worker half; called in the worker, whose tensor-parallel rank vLLM has set."""
+    geometry = identity.geometry(_model_dir(config))
     shard = HeadShard(
         rank=get_tensor_model_parallel_rank(),
         size=config.parallel_config.tensor_parallel_size,
-        num_kv_heads=identity.geometry(_model_dir(config)).num_kv_heads,
+        num_kv_heads=geometry.num_kv_heads,
     )
     return WorkerSide(
         shard=shard,
         attention_layers=config.compilation_config.static_forward_context,
-        inverse_frequencies=inverse_frequencies(config),
+        rotary=_rotary_embeddings(config),
+        geometry=geometry,
         block_size=config.cache_config.block_size,
         num_cache_blocks=num_cache_blocks,
     )
@@ -205,6 +196,31 @@ def _build_name(config: "VllmConfig", engine: EngineIdentity) -> str:
     )
 
 
+def _check_cache_groups(config: "KVCacheConfig") -> None:
+    """Refuse layers that do not share one block table.
+
+    Raises:
+        ConfigurationError: naming the kinds.
+    """
+    kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
+    if len(kinds) != 1:
+        raise ConfigurationError(
+            f"layers need block tables of their own ({', '.join(kinds)}): such hybrid models "
+            "cannot have a virtual prefix in this version"
+        )
+
+
+def _window_blocks(config: "KVCacheConfig") -> int | None:
+    """Blocks at the end of a prefix that are kept, where every layer has a window; else `None`.
+
+    Beside layers of full attention vLLM keeps everything for those with a window too.
+    """
+    spec = config.kv_cache_groups[0].kv_cache_spec
+    if not isinstance(spec, SlidingWindowSpec):
+        return None
+    return num_blocks(spec.sliding_window - 1, spec.block_size)
+
+
 def _block_bytes(config: "KVCacheConfig") -> int:
     """Bytes of one block of all layers, on one worker."""
     size: int = sum(
@@ -219,9 +235,10 @@ class SchedulerRuntime:
 
     def __init__(self, config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         adopt_engine_logging()
+        _check_cache_groups(kv_cache_config)
         settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
         self._engine = engine_identity(config)
-        self._inverse_frequencies = inverse_frequencies(config)
+        self._rotary = _rotary_embeddings(config)
         self._vocab_size = config.model_config.get_vocab_size()
         epoch = new_epoch()
         self._gate = SelfTestGate()
@@ -256,6 +273,7 @@ class SchedulerRuntime:
             block_bytes=_block_bytes(kv_cache_config) * config.parallel_config.tensor_parallel_size,
             pinned_fraction=settings.hbm_pinned_fraction,
             longest_request_blocks=num_blocks(self._engine.max_model_len, self._engine.block_size),
+            window_blocks=_window_blocks(kv_cache_config),
         )
         self._nvme, source = self._open_store(settings)
         own = ArtifactPool(
@@ -425,7 +443,7 @@ class SchedulerRuntime:
             capture=capture,
             adopt=self._pool.adopt,
             discard=self._pool.evict,
-            relocate=partial(relocate_keys, inverse_frequencies=self._inverse_frequencies),
+            relocate=lambda layer, keys, count: self._rotary[layer].move(keys, count),
         )
 
     def _answer_probe(

@@ -232,9 +232,16 @@ class SchedulerSide:
         return missing, missing > 0
 
     def after_allocation(
-        self, request: "Request", block_ids: Sequence[int], num_external_tokens: int
+        self,
+        request: "Request",
+        block_ids: Sequence[int],
+        num_external_tokens: int,
+        num_skipped_blocks: int = 0,
     ) -> None:
-        """Plan the load of a request that has its blocks; called again after the load."""
+        """Plan the load of a request that has its blocks; called again after the load.
+
+        `num_skipped_blocks` of them, the first, stand for positions that no window reads any more.
+        """
         tracked = self._tracked.get(request.request_id)
         if isinstance(tracked, _CaptureRequest) and not tracked.is_captured:
             tracked.is_captured = True
@@ -244,7 +251,8 @@ class SchedulerSide:
         elif isinstance(tracked, _Doomed):
             self._plan.failures.append(request.request_id)
         elif isinstance(tracked, _VirtualRequest):
-            self._plan_load(request, tracked, tuple(block_ids), num_external_tokens)
+            first = num_skipped_blocks * self._engine.block_size
+            self._plan_load(request, tracked, tuple(block_ids), first, num_external_tokens)
 
     def take_plan(self) -> LoadPlan:
         """The loads of this step; scheduling it is done."""
@@ -496,8 +504,10 @@ class SchedulerSide:
         request: "Request",
         tracked: _VirtualRequest,
         block_ids: tuple[int, ...],
+        first: int,
         num_external_tokens: int,
     ) -> None:
+        """Plan what of the prefix is not there, from position `first` on."""
         stop = tracked.message.num_tokens
         start = stop - num_external_tokens
         if tracked.num_reused_tokens is None:
@@ -516,7 +526,9 @@ class SchedulerSide:
             _segment(self._pool.poll(Digest(item.digest)), item.offset)
             for item in tracked.message.items
         ]
-        self._plan.loads.append(Load(request.request_id, tuple(segments), start, stop, block_ids))
+        self._plan.loads.append(
+            Load(request.request_id, tuple(segments), max(start, first), stop, block_ids)
+        )
 
     def _count(self, request: "Request", tracked: _VirtualRequest) -> None:
         """List the prefix of a request that has its blocks in the census."""
@@ -672,6 +684,6 @@ def _segment(artifact: Artifact | None, offset: int) -> Segment:
         num_tokens=manifest.num_tokens,
         num_positions=offset - manifest.rope.first_position,
         keys=references("k"),
-        values=references("v"),
+        values=() if manifest.geometry.has_latents else references("v"),
         value_scales=references("v_scale") if manifest.representation.v_scale else (),
     )

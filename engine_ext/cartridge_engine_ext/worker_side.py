@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from cartridge_engine_ext.artifact_pool import tensor_view
+from cartridge_engine_ext.cache_layer import CacheLayer
 from cartridge_engine_ext.errors import ConfigurationError
-from cartridge_engine_ext.layout_probe import AttentionLayer, CacheReader, Captured
+from cartridge_engine_ext.layout_probe import CacheReader, Captured
 from cartridge_engine_ext.load_plan import (
     Capture,
     Load,
@@ -27,11 +29,12 @@ from cartridge_engine_ext.load_plan import (
     LoadResult,
     TensorReference,
 )
+from cartridge_engine_ext.rotary import RotaryEmbedding
 from cartridge_engine_ext.sealed_memory import map_memory
 from cartridge_engine_ext.thread_priority import yield_to_serving
 from cartridge_engine_ext.virtual_prefix import SegmentRows, rows_of_range, slot_range
-from cartridge_kernels.rope import relocate_keys
 from cartridge_kernels.scaled_values import dequantise_values
+from cartridge_proto.manifest import Geometry, LayerKind
 
 logger = logging.getLogger(__name__)
 
@@ -84,18 +87,20 @@ class WorkerSide:
     def __init__(
         self,
         *,
-        attention_layers: dict[str, AttentionLayer],
-        inverse_frequencies: torch.Tensor,
+        attention_layers: dict[str, Any],
+        rotary: Sequence[RotaryEmbedding],
+        geometry: Geometry,
         block_size: int,
         num_cache_blocks: int,
         shard: HeadShard,
     ) -> None:
         self._attention_layers = attention_layers
-        self._inverse_frequencies = inverse_frequencies
+        self._rotary = rotary
+        self._geometry = geometry
         self._block_size = block_size
         self._num_cache_blocks = num_cache_blocks
         self._shard = shard
-        self._layers: list[AttentionLayer] = []
+        self._layers: list[CacheLayer] = []
         self._reader: CacheReader | None = None
         self._captured: dict[str, dict[int, Captured]] = {}
         self._key_staging, self._value_staging = _Staging(), _Staging()
@@ -111,19 +116,51 @@ class WorkerSide:
         """Learn the layers that have a KV cache, in model order.
 
         Raises:
-            ConfigurationError: a cache belongs to no numbered attention layer.
+            ConfigurationError: a cache belongs to no numbered attention layer, or the layers are
+                not what the model's files say.
         """
-        indexed: dict[int, AttentionLayer] = {}
+        indexed: dict[int, CacheLayer] = {}
         for name in kv_caches:
             match = _LAYER_INDEX.search(name)
-            if match is None or name not in self._attention_layers:
+            layer = self._attention_layers.get(name)
+            if match is None or not hasattr(layer, "num_kv_heads"):
                 raise ConfigurationError(f"KV cache {name} belongs to no numbered attention layer")
-            indexed[int(match.group(1))] = self._attention_layers[name]
-        if sorted(indexed) != list(range(len(indexed))):
-            raise ConfigurationError(f"layers with a KV cache are not 0..n: {sorted(indexed)}")
+            if int(match.group(1)) in indexed:
+                raise ConfigurationError(f"KV cache {name} is the second one of its layer")
+            indexed[int(match.group(1))] = CacheLayer(layer)
+        if sorted(indexed) != list(range(self._geometry.num_layers)):
+            raise ConfigurationError(
+                f"geometry.num_layers: {self._geometry.num_layers} by the model's files; layers "
+                f"with a KV cache: {sorted(indexed)}"
+            )
         self._layers = [indexed[index] for index in sorted(indexed)]
+        self._check_geometry()
         # Nothing uses the cache yet, so a block may be written to find the layout out.
         self._reader = CacheReader.probe(self._layers[0], self._block_size, self._num_cache_blocks)
+
+    def _check_geometry(self) -> None:
+        """Compare vLLM's layers with what was read from the model's files."""
+        geometry, heads = self._geometry, self._shard.heads
+        for layer, kind in zip(self._layers, geometry.layer_kinds, strict=True):
+            expected = (
+                kind is LayerKind.LATENT,
+                kind is LayerKind.SLIDING,
+                heads.stop - heads.start,
+                geometry.head_dim_k,
+                0 if geometry.has_latents else geometry.head_dim_v,
+            )
+            found = (
+                layer.has_latents,
+                layer.has_window,
+                layer.num_kv_heads,
+                layer.key_dim,
+                layer.value_dim,
+            )
+            if found != expected:
+                raise ConfigurationError(
+                    "geometry: by the model's files a layer has (latents, window, KV heads, key "
+                    f"width, value width) {expected}, in vLLM {found}"
+                )
 
     def start_load(self, plan: LoadPlan) -> None:
         """Begin every load of this step; forward passes of other requests go on meanwhile."""
@@ -178,7 +215,7 @@ class WorkerSide:
         slots = torch.tensor(
             slot_range(load.block_ids, load.start, load.stop, self._block_size),
             dtype=torch.int64,
-            device=self._layers[0].kv_cache.device,
+            device=self._layers[0].cache.device,
         )
         lengths = [segment.num_tokens for segment in load.segments]
         chunks = [
@@ -193,9 +230,7 @@ class WorkerSide:
             for index, layer in enumerate(self._layers):
                 for place, rows in chunks:
                     key, value = self._stage(load, index, rows, mappings)
-                    layer.impl.do_kv_cache_update(
-                        layer, key, value, layer.kv_cache, slots[place : place + len(key)]
-                    )
+                    layer.write(key, value, slots[place : place + len(key)])
                     size_bytes += key.nbytes + value.nbytes
         return size_bytes
 
@@ -211,14 +246,14 @@ class WorkerSide:
         for part in rows:
             segment = load.segments[part.index]
             key = mappings.tensor(segment.keys[layer])[heads, part.begin : part.end]
-            value = mappings.tensor(segment.values[layer])[heads, part.begin : part.end]
+            value = key[..., :0]
+            if segment.values:
+                value = mappings.tensor(segment.values[layer])[heads, part.begin : part.end]
             if segment.value_scales:
                 scale = mappings.tensor(segment.value_scales[layer])[heads]
                 value = dequantise_values(value, scale)
-            parts.append(
-                (relocate_keys(key, segment.num_positions, self._inverse_frequencies), value)
-            )
-        cache = self._layers[layer].kv_cache
+            parts.append((self._rotary[layer].move(key, segment.num_positions), value))
+        cache = self._layers[layer].cache
         return (
             self._key_staging.fill([key for key, _ in parts], cache),
             self._value_staging.fill([value for _, value in parts], cache),
@@ -227,7 +262,7 @@ class WorkerSide:
     def _read_back(self, capture: Capture) -> Captured:
         assert self._reader is not None  # noqa: S101 - vLLM registers caches before any step
         return [
-            self._reader.read(layer.kv_cache, capture.block_ids, capture.num_tokens)
+            self._reader.read(layer.cache, capture.block_ids, capture.num_tokens)
             for layer in self._layers
         ]
 

@@ -36,11 +36,45 @@ def relocate_keys(
     if num_positions == 0:
         return keys
     half = inverse_frequencies.shape[0]
-    # One angle for all rows; float64 because the product can be large and is taken once.
+    moved = keys.to(torch.float32, copy=True)
+    _rotate(moved[..., :half], moved[..., half : 2 * half], num_positions, inverse_frequencies)
+    return moved.to(keys.dtype)
+
+
+def relocate_latents(
+    latents: torch.Tensor, num_positions: int, inverse_frequencies: torch.Tensor
+) -> torch.Tensor:
+    """Latents of multi-head latent attention as if they stood `num_positions` further along.
+
+    Args:
+        latents: [1, num_tokens, width], any float dtype; the compressed vector, then the part that
+            is rotated for the present positions, in pairs of neighbours (i, i + 1).
+        num_positions: positions to move by; may be negative.
+        inverse_frequencies: [rotary_dim / 2], float32, the model's own.
+
+    Returns:
+        As `relocate_keys`.
+
+    Source: the same law; DeepSeek-V2 (arXiv 2405.04434), section 2.1.3.
+    """
+    if num_positions == 0:
+        return latents
+    moved = latents.to(torch.float32, copy=True)
+    rotated = moved[..., moved.shape[-1] - 2 * inverse_frequencies.shape[0] :]
+    _rotate(rotated[..., 0::2], rotated[..., 1::2], num_positions, inverse_frequencies)
+    return moved.to(latents.dtype)
+
+
+def _rotate(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    num_positions: int,
+    inverse_frequencies: torch.Tensor,
+) -> None:
+    """Turn pairs in place, [..., rotary_dim / 2], float32; one angle for all rows."""
+    # float64 because the product can be large and is taken once.
     angles = inverse_frequencies.to(torch.float64) * num_positions
     cosine, sine = angles.cos().to(torch.float32), angles.sin().to(torch.float32)
-    rotated = keys.to(torch.float32, copy=True)
-    first, second = rotated[..., :half].clone(), rotated[..., half : 2 * half].clone()
-    rotated[..., :half] = first * cosine - second * sine
-    rotated[..., half : 2 * half] = second * cosine + first * sine
-    return rotated.to(keys.dtype)
+    turned = second * cosine + first * sine
+    first.copy_(first * cosine - second * sine)
+    second.copy_(turned)

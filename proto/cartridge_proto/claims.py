@@ -6,7 +6,7 @@ manifests are given.
 
 from collections.abc import Mapping
 
-from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES
+from cartridge_proto.compatibility import immovable_types
 from cartridge_proto.composition import (
     CompositionMessage,
     composition_digest,
@@ -46,10 +46,10 @@ def check_claims(message: CompositionMessage, manifests: Mapping[str, Manifest])
             # The same words as for an artifact that does not exist.
             raise FalseClaim(FailureReason.UNKNOWN_ARTIFACT, f"{item.digest} is not in the store")
         is_moved = item.offset != manifest.rope.first_position
-        if is_moved and manifest.rope.type not in RELOCATABLE_ROPE_TYPES:
+        if is_moved and (immovable := immovable_types(manifest.rope)):
             raise FalseClaim(
                 FailureReason.UNSUPPORTED,
-                f"items[{index}].offset: rope type {manifest.rope.type} cannot be moved",
+                f"items[{index}].offset: rope type {', '.join(immovable)} cannot be moved",
             )
     expected = composition_digest(
         scope=message.scope,

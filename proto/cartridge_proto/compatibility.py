@@ -12,7 +12,6 @@ import msgspec
 from cartridge_proto.digest import DigestText
 from cartridge_proto.manifest import (
     Geometry,
-    LayerKind,
     Manifest,
     ModelIdentity,
     Rope,
@@ -25,6 +24,9 @@ RELOCATABLE_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 Source: RoFormer (arXiv 2104.09864), section 3.2.2; length-dependent types (dynamic, longrope)
 change their frequencies with the sequence and are left out.
 """
+ROPE_PER_LAYER_KIND = "per_layer_kind"
+"""Type of a model whose kinds of layers have rotary embeddings of their own: `scaling` has one
+object for each kind, `type`, `theta` and `scaling` again."""
 
 
 class MatchLevel(StrEnum):
@@ -95,10 +97,16 @@ def unsupported(manifest: Manifest) -> list[Mismatch]:
         found.append(Mismatch("rope.stored_keys", manifest.rope.stored_keys, "post"))
     if manifest.rope.first_position != 0:
         found.append(Mismatch("rope.first_position", str(manifest.rope.first_position), "0"))
-    kinds = {kind for kind in manifest.geometry.layer_kinds if kind is not LayerKind.FULL}
-    if kinds:
-        found.append(Mismatch("geometry.layer_kinds", ", ".join(sorted(kinds)), "full"))
     return found
+
+
+def immovable_types(rope: Rope) -> list[str]:
+    """Types of this rotary embedding whose keys cannot be moved to another position."""
+    types = [rope.type]
+    if rope.type == ROPE_PER_LAYER_KIND:
+        parts = (rope.scaling or {}).values()
+        types = [str(part.get("type")) for part in parts if isinstance(part, dict)] or types
+    return sorted(set(types) - RELOCATABLE_ROPE_TYPES)
 
 
 def match_level(manifest: Manifest, engine: EngineIdentity) -> MatchLevel:

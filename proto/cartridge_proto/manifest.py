@@ -54,7 +54,9 @@ class LayerKind(StrEnum):
 
     FULL = "full"
     SLIDING = "sliding"
+    """Reads a window of positions; the artifact has all of them, as the others have."""
     LATENT = "latent"
+    """Multi-head latent attention: one compressed vector for a position, no values beside it."""
 
 
 class Rotation(StrEnum):
@@ -114,13 +116,22 @@ class ModelIdentity(_Part, frozen=True, kw_only=True):
 
 
 class Geometry(_Part, frozen=True, kw_only=True):
-    """Shape of one position's KV; `head_dim_*` in elements."""
+    """Shape of one position's KV; `head_dim_*` in elements.
+
+    Of latent layers the one key is the compressed vector and the rotated part behind it. Values are
+    the first `head_dim_v` elements of it, and not stored.
+    """
 
     num_layers: Annotated[int, msgspec.Meta(gt=0, le=1024)]
     num_kv_heads: Annotated[int, msgspec.Meta(gt=0, le=1024)]
     head_dim_k: Annotated[int, msgspec.Meta(gt=0, le=4096)]
     head_dim_v: Annotated[int, msgspec.Meta(gt=0, le=4096)]
     layer_kinds: list[LayerKind]
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether its layers keep latents; all of them do, or none."""
+        return LayerKind.LATENT in self.layer_kinds
 
 
 class Rope(_Part, frozen=True, kw_only=True):
@@ -420,7 +431,9 @@ def tensor_names(manifest: Manifest) -> list[str]:
     """Exact tensor names that the geometry and representation ask for."""
     names = []
     for layer in range(manifest.geometry.num_layers):
-        names += [f"layers.{layer}.k", f"layers.{layer}.v"]
+        names.append(f"layers.{layer}.k")
+        if not manifest.geometry.has_latents:
+            names.append(f"layers.{layer}.v")
         if manifest.representation.v_scale is not None:
             names.append(f"layers.{layer}.v_scale")
     return names
@@ -462,6 +475,8 @@ def _geometry_problems(manifest: Manifest) -> list[str]:
             f"geometry.layer_kinds: {len(geometry.layer_kinds)} kinds for "
             f"{geometry.num_layers} layers"
         )
+    if geometry.has_latents:
+        problems += _latent_problems(geometry, rope, representation)
     if rope.rotary_dim > geometry.head_dim_k or rope.rotary_dim % 2:
         problems.append(
             f"rope.rotary_dim: {rope.rotary_dim} must be even and at most "
@@ -484,6 +499,26 @@ def _geometry_problems(manifest: Manifest) -> list[str]:
     if (manifest.frozen.num_tokens > 0) != (manifest.frozen.role is not None):
         problems.append("frozen.role: required with frozen.num_tokens above 0, and only then")
     return problems
+
+
+def _latent_problems(
+    geometry: Geometry, rope: Rope, representation: Representation
+) -> Iterator[str]:
+    """Rules of latents (docs/spec/manifest-v1.md, geometry)."""
+    if set(geometry.layer_kinds) != {LayerKind.LATENT}:
+        yield "geometry.layer_kinds: latent beside other kinds"
+    if geometry.num_kv_heads != 1:
+        yield f"geometry.num_kv_heads: {geometry.num_kv_heads}; latent layers have 1"
+    if geometry.head_dim_v + rope.rotary_dim != geometry.head_dim_k:
+        yield (
+            f"geometry.head_dim_k: {geometry.head_dim_k}; latent layers have head_dim_v "
+            f"({geometry.head_dim_v}) and rope.rotary_dim ({rope.rotary_dim})"
+        )
+    if representation.v_dtype != representation.k_dtype:
+        yield (
+            f"representation.v_dtype: {representation.v_dtype}; values of latent layers are part "
+            f"of their keys ({representation.k_dtype})"
+        )
 
 
 def _tensor_problems(manifest: Manifest) -> list[str]:

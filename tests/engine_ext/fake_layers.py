@@ -4,7 +4,7 @@ Owns layouts like those of vLLM's backends, and a way to look a slot up that sha
 reader under test. Refuses vllm.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -127,12 +127,57 @@ class FakeLayer:
     head_size: int
     head_size_v: int
     impl: Writer
+    sliding_window: int | None = None
 
     def row(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the key and the value that stand at a slot, [heads, dim]."""
         writer = self.impl
         key, value = writer.layout.places(self.kv_cache, self.num_kv_heads, writer.block, slot)
         return key.clone(), value.clone()
+
+
+@dataclass
+class LatentWriter:
+    """The writer of a backend with latents: [num_blocks, block, latent and rotated]."""
+
+    block: int
+
+    def do_kv_cache_update(
+        self,
+        latent: torch.Tensor,
+        rotated: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        kv_cache_dtype: str,
+        scale: torch.Tensor,
+    ) -> None:
+        """Write rows [num_tokens, rank] and [num_tokens, 1, rest] to their slots."""
+        assert latent.dtype == rotated.dtype == cache.dtype
+        assert (kv_cache_dtype, float(scale)) == ("auto", 1.0)
+        rows = torch.cat([latent, rotated[:, 0]], -1)
+        for row, slot in zip(rows, slots.tolist(), strict=True):
+            cache[slot // self.block, slot % self.block] = row
+
+
+@dataclass
+class FakeLatentLayer:
+    """One layer with latents; the attributes are vLLM's."""
+
+    kv_cache: torch.Tensor
+    kv_lora_rank: int
+    head_size: int
+    impl: LatentWriter
+    num_kv_heads: int = 1
+    kv_cache_dtype: str = "auto"
+    _k_scale: torch.Tensor = field(default_factory=lambda: torch.tensor(1.0))
+
+
+def fake_latent_layer(
+    *, num_blocks: int = 6, block: int = 4, rank: int = 6, rotary_dim: int = 4
+) -> FakeLatentLayer:
+    """A layer with an empty cache of float32 latents."""
+    width = rank + rotary_dim
+    return FakeLatentLayer(torch.zeros(num_blocks, block, width), rank, width, LatentWriter(block))
 
 
 def fake_layer(

@@ -9,18 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config
 
 from cartridge_engine_ext import identity
 from cartridge_engine_ext.artifact_pool import tensor_view
 from cartridge_engine_ext.build import NUM_PROBE_STEPS, NUM_PROBE_TOP, Builder, Source
 from cartridge_engine_ext.commands import cartridge_build
 from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.latents import stored_latents
 from cartridge_proto.codecs import read_decoded_blob
 from cartridge_proto.compatibility import EngineIdentity, incompatibilities, unsupported
 from cartridge_proto.digest import Digest
-from cartridge_proto.manifest import ConventionKind, Manifest, ValueScale
+from cartridge_proto.manifest import ConventionKind, LayerKind, Manifest, ValueScale
 from cartridge_proto.stores import LocalStore
+from tests.engine_ext.tiny_kinds import WINDOW, save_tiny_kind
 from tests.engine_ext.tiny_model import (
     BOS,
     FOLDING_TEMPLATE,
@@ -90,6 +92,78 @@ def test_a_system_turn_is_stored_exactly(
     convention = built.manifest.prompt_convention
     assert (convention.kind, convention.has_bos) == (ConventionKind.SYSTEM_TURN, True)
     assert convention.chat_template_digest == identity.chat_template_digest(model_dir)
+
+
+@pytest.mark.parametrize("kind", ["windows_and_full", "windows_only"])
+def test_layers_with_a_window_are_stored_whole(
+    kind: str, tmp_path: Path, store: LocalStore
+) -> None:
+    """Positions that the window has left behind are kept as well: engines place them by length."""
+    model_dir = save_tiny_kind(tmp_path, kind)
+    prefix = [1 + index % 90 for index in range(3 * WINDOW)]
+    source = Source(text=TEXT, name="harbour", convention=ConventionKind.DOCUMENT)
+    built = builder_of(model_dir, store).prefill(source, prefix, [5])
+    found = stored(store, built.manifest)
+    assert {tensor.shape[1] for tensor in found.values()} == {len(prefix)}
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        cache = model(torch.tensor([prefix]), use_cache=True).past_key_values
+    for index, layer in enumerate(cache.layers):
+        kept = layer.keys.shape[2]
+        assert torch.equal(found[f"layers.{index}.k"][:, -kept:], layer.keys[0])
+    assert min(layer.keys.shape[2] for layer in cache.layers) < WINDOW
+
+
+def test_latents_are_stored_in_the_engines_order(tmp_path: Path, store: LocalStore) -> None:
+    """Both generations of DeepSeek compute the same latents from the same weights.
+
+    transformers keeps the rotated channels of one in pairs, of the other in halves.
+    """
+    prefix = [1 + index % 90 for index in range(40)]
+    found = []
+    for kind in ("latents_v2", "latents_v3"):
+        source = Source(text=TEXT, name=kind.replace("_", "-"), convention=ConventionKind.DOCUMENT)
+        builder = builder_of(save_tiny_kind(tmp_path / kind, kind), store)
+        manifest = builder.prefill(source, prefix, [5]).manifest
+        assert manifest.geometry.layer_kinds == [LayerKind.LATENT] * 2
+        found.append(stored(store, manifest))
+    for one, other in zip(found[0].values(), found[1].values(), strict=True):
+        assert one.shape == (1, 40, 576)
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    rotated = found[0]["layers.0.k"][0, :, 512:]
+    assert not torch.allclose(rotated, torch.cat([rotated[:, 0::2], rotated[:, 1::2]], -1))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "widths", "text"),
+    [
+        ("unheard-of", (512, 64), "model_type: unheard-of"),
+        ("deepseek_v3", (576, 512), "caches"),
+    ],
+)
+def test_latents_of_an_unknown_order_are_refused(
+    model_type: str, widths: tuple[int, int], text: str
+) -> None:
+    """Channels in a wrong order would be silent corruption."""
+    config = DeepseekV3Config(kv_lora_rank=512, qk_rope_head_dim=64)
+    config.model_type = model_type
+    compressed, rotated = (torch.zeros(1, 3, width) for width in widths)
+    with pytest.raises(ConfigurationError, match=text):
+        stored_latents(config, compressed, rotated)
+
+
+def test_latents_that_are_not_interleaved_are_refused() -> None:
+    """Such weights pair other channels than vLLM does."""
+    config = DeepseekV3Config(kv_lora_rank=512, qk_rope_head_dim=64, rope_interleave=False)
+    with pytest.raises(ConfigurationError, match="rope_interleave"):
+        stored_latents(config, torch.zeros(1, 3, 512), torch.zeros(1, 3, 64))
+
+
+def test_latents_have_no_values_to_quantise(tmp_path: Path, store: LocalStore) -> None:
+    """Asked for at once, not after a prefill."""
+    model_dir = save_tiny_kind(tmp_path, "latents_v3")
+    with pytest.raises(ConfigurationError, match="values: e4m3: a latent model stores no values"):
+        builder_of(model_dir, store, values="e4m3")
 
 
 def test_a_document_is_stored_exactly(model_dir: Path, store: LocalStore) -> None:

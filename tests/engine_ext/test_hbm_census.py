@@ -274,3 +274,25 @@ def test_the_oldest_wish_goes(
     blocks.hold(HASHES)
     census.update()
     assert census.num_pinned_blocks == 3
+
+
+def test_with_a_window_the_last_blocks_are_the_prefix(
+    blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """Where every layer has a window, vLLM drops the blocks in front of it, and finds the rest."""
+    census = HbmCensus(
+        ledger,
+        group_ids=[0],
+        block_bytes=BLOCK_BYTES,
+        pinned_fraction=0.5,
+        longest_request_blocks=2,
+        window_blocks=2,
+    )
+    census.bind(blocks)
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES[2:])
+    census.update()
+    assert in_hbm(ledger) == {}
+    blocks.hold(HASHES[1:])
+    census.update()
+    assert in_hbm(ledger) == {ONE: (2 * BLOCK_BYTES, False)}

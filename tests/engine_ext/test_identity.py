@@ -10,7 +10,7 @@ import pytest
 
 from cartridge_engine_ext import identity
 from cartridge_engine_ext.errors import ConfigurationError
-from cartridge_proto.compatibility import RELOCATABLE_ROPE_TYPES
+from cartridge_proto.compatibility import immovable_types
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import LayerKind, ModelIdentity, Rotation
 
@@ -151,22 +151,66 @@ def test_the_shape_of_the_kv_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "kinds"),
     [
-        ({"sliding_window": 128}, [LayerKind.SLIDING] * 3),
-        ({"sliding_window": 128, "use_sliding_window": False}, [LayerKind.FULL] * 3),
+        ({"sliding_window": 128, "model_type": "mistral"}, [LayerKind.SLIDING] * 3),
+        (
+            {"sliding_window": 128, "use_sliding_window": False, "model_type": "qwen2"},
+            [LayerKind.FULL] * 3,
+        ),
+        (
+            {
+                "sliding_window": 128,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+                "model_type": "qwen2",
+            },
+            [LayerKind.FULL, LayerKind.SLIDING, LayerKind.SLIDING],
+        ),
+        (
+            {"sliding_window": 128, "model_type": "gemma2"},
+            [LayerKind.SLIDING, LayerKind.FULL, LayerKind.SLIDING],
+        ),
         ({"sliding_window": None}, [LayerKind.FULL] * 3),
         (
             {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
             [LayerKind.FULL, LayerKind.SLIDING, LayerKind.FULL],
         ),
-        ({"kv_lora_rank": 512}, [LayerKind.LATENT] * 3),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, [LayerKind.LATENT] * 3),
     ],
     ids=str,
 )
 def test_the_kind_of_each_layer(
     change: dict[str, Any], kinds: list[LayerKind], tmp_path: Path
 ) -> None:
-    """Sliding and latent attention are recognised in every spelling."""
+    """Sliding and latent attention are recognised in every spelling; older ones by their class."""
     assert identity.geometry(folder(tmp_path, **change)).layer_kinds == kinds
+
+
+def test_latents_are_the_keys_of_one_head(tmp_path: Path) -> None:
+    """The key is the compressed vector and the rotated part, the value the vector alone."""
+    model_dir = folder(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64)
+    shape = identity.geometry(model_dir)
+    assert (shape.num_kv_heads, shape.head_dim_k, shape.head_dim_v) == (1, 576, 512)
+    assert identity.rope(model_dir).rotary_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention", "conv"]}, "conv, linear_attention"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types: chunked_attention"),
+        ({"global_head_dim": 16}, "global_head_dim"),
+        ({"num_global_key_value_heads": 1}, "num_global_key_value_heads"),
+        ({"kv_lora_rank": 512}, "qk_rope_head_dim is None"),
+        ({"sliding_window": 128, "model_type": "unheard-of"}, "transformers does not know"),
+    ],
+    ids=str,
+)
+def test_layers_without_keys_and_values_of_one_shape_are_refused(
+    change: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    """State-space, chunked and unequal layers, and windows that nobody can place, by name."""
+    with pytest.raises(ConfigurationError, match=text):
+        identity.geometry(folder(tmp_path, **change))
 
 
 # --- rope ----------------------------------------------------------------------------------------
@@ -220,11 +264,76 @@ def test_rope_is_read_whole(tmp_path: Path) -> None:
     assert half.rotary_dim == 4
 
 
+KINDS_OF_ROPE: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+def test_kinds_of_layers_may_have_ropes_of_their_own(tmp_path: Path) -> None:
+    """Each kind's parameters are kept apart; those of full attention stand for the model."""
+    rope = identity.rope(folder(tmp_path, **KINDS_OF_ROPE))
+    assert (rope.type, rope.theta) == ("per_layer_kind", 1e6)
+    assert rope.scaling == {
+        "full": {"type": "linear", "theta": 1e6, "scaling": {"factor": 8.0}},
+        "sliding": {"type": "default", "theta": 1e4, "scaling": None},
+    }
+    assert immovable_types(rope) == []
+
+
+def test_the_older_spelling_of_two_ropes_is_the_same(tmp_path: Path) -> None:
+    """Gemma 3 was first written with `rope_local_base_freq` and a pattern of layers."""
+    model_dir = folder(
+        tmp_path,
+        model_type="gemma3_text",
+        sliding_window=128,
+        sliding_window_pattern=3,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    assert identity.geometry(model_dir).layer_kinds == [
+        LayerKind.SLIDING,
+        LayerKind.SLIDING,
+        LayerKind.FULL,
+    ]
+    rope = identity.rope(model_dir)
+    assert rope.scaling == {
+        "full": {"type": "linear", "theta": 1e6, "scaling": {"factor": 8.0}},
+        "sliding": {"type": "default", "theta": 1e4, "scaling": None},
+    }
+
+
+def test_kinds_that_rotate_different_parts_are_refused(tmp_path: Path) -> None:
+    """The manifest has one number of rotated channels."""
+    parameters = {
+        "full_attention": {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_theta": 1e4},
+    }
+    model_dir = folder(tmp_path, **{**KINDS_OF_ROPE, "rope_parameters": parameters})
+    with pytest.raises(ConfigurationError, match="rotate different parts"):
+        identity.rope(model_dir)
+
+
+def test_one_kind_that_cannot_be_moved_makes_the_model_immovable(tmp_path: Path) -> None:
+    """The types are named; a scaling without kinds names the type itself."""
+    parameters = {
+        **KINDS_OF_ROPE["rope_parameters"],
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+    }
+    rope = identity.rope(folder(tmp_path, **{**KINDS_OF_ROPE, "rope_parameters": parameters}))
+    assert immovable_types(rope) == ["dynamic"]
+    assert immovable_types(msgspec.structs.replace(rope, scaling=None)) == ["per_layer_kind"]
+
+
 def test_length_dependent_rope_is_not_called_relocatable(tmp_path: Path) -> None:
     """A dynamic embedding keeps its name, so that moving its keys is refused."""
     rope = identity.rope(folder(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}))
     assert rope.type == "dynamic"
-    assert rope.type not in RELOCATABLE_ROPE_TYPES
+    assert immovable_types(rope) == ["dynamic"]
 
 
 # --- chat template -------------------------------------------------------------------------------

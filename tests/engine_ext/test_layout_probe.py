@@ -3,9 +3,18 @@
 import pytest
 import torch
 
+from cartridge_engine_ext.cache_layer import CacheLayer
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.layout_probe import CacheReader
-from tests.engine_ext.fake_layers import LAYOUTS, FakeLayer, Layout, Split, Writer, fake_layer
+from tests.engine_ext.fake_layers import (
+    LAYOUTS,
+    FakeLayer,
+    Layout,
+    Split,
+    Writer,
+    fake_latent_layer,
+    fake_layer,
+)
 
 BLOCK = 4
 
@@ -26,7 +35,7 @@ def write_numbers(layer: FakeLayer, slots: list[int]) -> tuple[torch.Tensor, tor
 def test_what_was_written_is_read_back(layout: Layout, dtype: torch.dtype) -> None:
     """Rows in scattered blocks come back bit for bit, in the order of the positions."""
     layer = fake_layer(layout, dtype=dtype)
-    reader = CacheReader.probe(layer, BLOCK, 6)
+    reader = CacheReader.probe(CacheLayer(layer), BLOCK, 6)
     block_ids, num_tokens = [5, 0, 3], 10
     slots = [block_ids[place // BLOCK] * BLOCK + place % BLOCK for place in range(num_tokens)]
     key, value = write_numbers(layer, slots)
@@ -41,7 +50,7 @@ def test_the_probe_leaves_zeros_and_touches_one_block(layout: Layout) -> None:
     """After the probe block 1 holds zeros and every other block what it held before."""
     layer = fake_layer(layout)
     layer.kv_cache.fill_(7.0)
-    CacheReader.probe(layer, BLOCK, 6)
+    CacheReader.probe(CacheLayer(layer), BLOCK, 6)
     for slot in range(6 * BLOCK):
         expected = 0.0 if slot // BLOCK == 1 else 7.0
         for row in layer.row(slot):
@@ -52,11 +61,23 @@ def test_the_probe_leaves_zeros_and_touches_one_block(layout: Layout) -> None:
 def test_the_block_dimension_is_found_among_equals(num_blocks: int) -> None:
     """A cache whose other dimensions are as large as the number of blocks is still read right."""
     layer = fake_layer(Split(), num_blocks=num_blocks)
-    reader = CacheReader.probe(layer, BLOCK, num_blocks)
+    reader = CacheReader.probe(CacheLayer(layer), BLOCK, num_blocks)
     key, value = write_numbers(layer, [4, 5, 6, 7])
     found = reader.read(layer.kv_cache, [1], 4)
     assert torch.equal(found[0], key)
     assert torch.equal(found[1], value)
+
+
+def test_latents_are_read_back() -> None:
+    """Latents are keys of one head, rotated part last, and values without elements."""
+    layer = CacheLayer(fake_latent_layer())
+    reader = CacheReader.probe(layer, BLOCK, 6)
+    rows = torch.randn(6, 1, 10, generator=torch.Generator().manual_seed(1))
+    slots = torch.tensor([20, 21, 22, 23, 8, 9])
+    layer.write(rows, rows[..., :0], slots)
+    keys, values = reader.read(layer.cache, [5, 2], 6)
+    assert torch.equal(keys, rows.transpose(0, 1))
+    assert values.shape == (1, 6, 0)
 
 
 class ForgetsValues(Writer):
@@ -111,4 +132,4 @@ def test_a_writer_that_loses_something_is_refused(layout: Layout, writer: type[W
     """A cache that does not hold every element as it was given cannot be read back."""
     layer = fake_layer(layout, writer=writer)
     with pytest.raises(ConfigurationError, match=f"{writer.__name__}.*no permutation"):
-        CacheReader.probe(layer, BLOCK, 6)
+        CacheReader.probe(CacheLayer(layer), BLOCK, 6)

@@ -598,6 +598,19 @@ def test_keys_move_to_the_offsets_of_the_layout(
     assert [segment.num_positions for segment in load.segments] == moves
 
 
+@pytest.mark.parametrize(("num_skipped", "start"), [(0, 0), (1, 16), (2, 32)])
+def test_what_no_window_reaches_is_not_written(
+    num_skipped: int, start: int, engine: Engine
+) -> None:
+    """Blocks that vLLM left out in front of a window get nothing; the rest comes as always."""
+    request = request_with(message_of([engine.put(num_tokens=40)]))
+    engine.side.on_new_request(request)
+    blocks = [*[0] * num_skipped, *range(3, 6 - num_skipped)]
+    engine.side.after_allocation(request, blocks, engine.matched(request), num_skipped)
+    (load,) = engine.side.take_plan().loads
+    assert (load.start, load.stop, load.block_ids) == (start, 40, tuple(blocks))
+
+
 def test_a_preempted_request_is_loaded_again(engine: Engine) -> None:
     """Blocks that were taken away are filled anew, and the receipt counts both loads."""
     request = request_with(message_of([engine.put(num_tokens=20)]))

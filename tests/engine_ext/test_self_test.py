@@ -43,7 +43,10 @@ FREQUENCIES = default_inverse_frequencies(10_000.0, HEAD_DIM)
 Damage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def moved(keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+Relocate = Callable[[int, torch.Tensor, int], torch.Tensor]
+
+
+def moved(layer: int, keys: torch.Tensor, num_positions: int) -> torch.Tensor:
     """The engine's own rotation."""
     return relocate_keys(keys, num_positions, FREQUENCIES)
 
@@ -58,13 +61,14 @@ class FakeEngine:
     """A tiny causal attention model: answers depend on every key, value and position before them.
 
     `damage` is done to what is injected. `is_deaf` ignores the prefix altogether. `relocate` is how
-    the extension moves keys.
+    the extension moves keys, `rotate` how the engine's layers do.
     """
 
     dtype: torch.dtype = torch.float32
     damage: Damage = undamaged
     is_deaf: bool = False
-    relocate: Callable[[torch.Tensor, int], torch.Tensor] = moved
+    relocate: Relocate = moved
+    rotate: Relocate = moved
     adopted: dict[Digest, Artifact] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -76,7 +80,7 @@ class FakeEngine:
             for place, token in enumerate(tokens):
                 generator = torch.Generator().manual_seed(token * NUM_LAYERS + layer)
                 raw, value = torch.randn(2, NUM_KV_HEADS, 1, HEAD_DIM, generator=generator)
-                keys.append(relocate_keys(raw, start + place, FREQUENCIES))
+                keys.append(self.rotate(layer, raw, start + place))
                 values.append(value)
             found.append((torch.cat(keys, 1).to(self.dtype), torch.cat(values, 1).to(self.dtype)))
         return found
@@ -199,38 +203,56 @@ def test_an_oracle_that_cannot_notice_damage_fails() -> None:
         FakeEngine(is_deaf=True).run()
 
 
-def unmoved(keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+def unmoved(layer: int, keys: torch.Tensor, num_positions: int) -> torch.Tensor:
     """No rotation at all."""
     return keys
 
 
-def wrong_theta(keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+def wrong_theta(layer: int, keys: torch.Tensor, num_positions: int) -> torch.Tensor:
     """The rotation of another base."""
     return relocate_keys(keys, num_positions, default_inverse_frequencies(20_000.0, HEAD_DIM))
 
 
-def wrong_pairs(keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+def wrong_pairs(layer: int, keys: torch.Tensor, num_positions: int) -> torch.Tensor:
     """Neighbouring channels paired, as some models do, where this one pairs the halves."""
     order = [*range(0, HEAD_DIM, 2), *range(1, HEAD_DIM, 2)]
     moved = relocate_keys(keys[..., order], num_positions, FREQUENCIES)
     return moved[..., torch.tensor(order).argsort()]
 
 
-def one_too_far(keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+def one_too_far(layer: int, keys: torch.Tensor, num_positions: int) -> torch.Tensor:
     """The right rotation, by one position too many."""
     return relocate_keys(keys, num_positions + 1, FREQUENCIES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("relocate", [unmoved, wrong_theta, wrong_pairs, one_too_far])
-def test_keys_that_are_moved_wrongly_are_noticed(
-    relocate: Callable[[torch.Tensor, int], torch.Tensor], dtype: torch.dtype
-) -> None:
+def test_keys_that_are_moved_wrongly_are_noticed(relocate: Relocate, dtype: torch.dtype) -> None:
     """An engine whose rotary embedding is another one passes, but serves no offsets."""
     verdict = FakeEngine(dtype, relocate=relocate).run()
     assert verdict.difference == 0.0
     assert verdict.immovable is not None
-    assert "moved keys differ" in verdict.immovable
+    assert "a key of layer 0, moved by" in verdict.immovable
+
+
+def rotated_only_first(layer: int, keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """A model with layers that have no rotary embedding at all."""
+    return moved(layer, keys, num_positions) if layer == 0 else keys
+
+
+def other_theta_behind(layer: int, keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """A model whose kinds of layers have rotary embeddings of their own."""
+    return (moved if layer == 0 else wrong_theta)(layer, keys, num_positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rotate", [rotated_only_first, other_theta_behind])
+def test_every_layer_is_moved_and_compared(rotate: Relocate, dtype: torch.dtype) -> None:
+    """That the first layer's keys can be moved says nothing of the others."""
+    verdict = FakeEngine(dtype, rotate=rotate).run()
+    assert verdict.immovable is not None
+    assert "a key of layer 1, moved by" in verdict.immovable
+    assert FakeEngine(dtype, rotate=rotate, relocate=rotate).run() == Verdict(0.0, None)
 
 
 def test_an_unknown_cache_dtype_fails() -> None:

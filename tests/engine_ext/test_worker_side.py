@@ -2,11 +2,12 @@
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -24,16 +25,33 @@ from cartridge_engine_ext.load_plan import (
     TensorReference,
 )
 from cartridge_engine_ext.payload import pack_payload
+from cartridge_engine_ext.rotary import RotaryEmbedding
 from cartridge_engine_ext.sealed_memory import SealedMemory
 from cartridge_engine_ext.virtual_prefix import num_blocks
 from cartridge_engine_ext.worker_side import HeadShard, WorkerSide, all_heads
-from cartridge_kernels.rope import default_inverse_frequencies
-from tests.engine_ext.fake_layers import LAYOUTS, FakeLayer, Layout, Packed, fake_layer
+from cartridge_kernels.rope import default_inverse_frequencies, relocate_latents
+from cartridge_proto.manifest import Geometry, LayerKind
+from tests.engine_ext.fake_layers import (
+    LAYOUTS,
+    FakeLayer,
+    Layout,
+    Packed,
+    fake_latent_layer,
+    fake_layer,
+)
 from tests.engine_ext.stored_artifacts import WAIT_S
 from tests.engine_ext.waiting import until
 
 NUM_LAYERS, HEADS, DIM, BLOCK, CACHE_BLOCKS = 2, 2, 8, 4, 12
 FREQUENCIES = default_inverse_frequencies(100.0, DIM)
+ROTARY = RotaryEmbedding(FREQUENCIES)
+GEOMETRY = Geometry(
+    num_layers=NUM_LAYERS,
+    num_kv_heads=HEADS,
+    head_dim_k=DIM,
+    head_dim_v=DIM,
+    layer_kinds=[LayerKind.FULL] * NUM_LAYERS,
+)
 BEFORE = 7.0
 """What every slot of a cache holds before a load."""
 
@@ -123,7 +141,8 @@ def worker(
     named = {f"model.layers.{index}.self_attn.attn": layer for index, layer in enumerate(layers)}
     side = WorkerSide(
         attention_layers=dict(named),
-        inverse_frequencies=FREQUENCIES,
+        rotary=[ROTARY] * NUM_LAYERS,
+        geometry=GEOMETRY,
         block_size=BLOCK,
         num_cache_blocks=CACHE_BLOCKS,
         shard=shard,
@@ -380,20 +399,37 @@ def test_a_capture_reads_what_was_written(layout: Layout) -> None:
 
 
 # --- layers --------------------------------------------------------------------------------------
-def test_layers_are_numbered_not_sorted_as_text() -> None:
-    """Layer 10 comes after layer 2, in whatever order the caches were registered."""
-    names = [f"model.layers.{index}.self_attn.attn" for index in (10, 2, *range(2), *range(3, 10))]
-    layers = {name: fake_layer(Packed(), num_blocks=CACHE_BLOCKS) for name in names}
-    side = WorkerSide(
+def unregistered(layers: Mapping[str, object], **changes: Any) -> WorkerSide:
+    """A worker half over layers that it has not seen yet; `changes` of the geometry."""
+    geometry = msgspec.structs.replace(GEOMETRY, **changes)
+    return WorkerSide(
         attention_layers=dict(layers),
-        inverse_frequencies=FREQUENCIES,
+        rotary=[ROTARY] * geometry.num_layers,
+        geometry=geometry,
         block_size=BLOCK,
         num_cache_blocks=CACHE_BLOCKS,
         shard=ALL_HEADS,
     )
+
+
+def plain_layers(names: Sequence[str]) -> dict[str, FakeLayer]:
+    """Layers of the geometry."""
+    return {
+        name: fake_layer(Packed(), num_blocks=CACHE_BLOCKS, heads=HEADS, block=BLOCK, dim=DIM)
+        for name in names
+    }
+
+
+def test_layers_are_numbered_not_sorted_as_text() -> None:
+    """Layer 10 comes after layer 2, in whatever order the caches were registered."""
+    names = [f"model.layers.{index}.self_attn.attn" for index in (10, 2, *range(2), *range(3, 10))]
+    layers = plain_layers(names)
+    side = unregistered(layers, num_layers=11, layer_kinds=[LayerKind.FULL] * 11)
     side.register_kv_caches({name: layer.kv_cache for name, layer in layers.items()})
-    expected = [layers[f"model.layers.{index}.self_attn.attn"] for index in range(11)]
-    assert [id(layer) for layer in side._layers] == [id(layer) for layer in expected]
+    expected = [layers[f"model.layers.{index}.self_attn.attn"].kv_cache for index in range(11)]
+    assert [layer.cache.data_ptr() for layer in side._layers] == [
+        cache.data_ptr() for cache in expected
+    ]
 
 
 @pytest.mark.parametrize(
@@ -401,20 +437,95 @@ def test_layers_are_numbered_not_sorted_as_text() -> None:
     [
         (["model.embed_tokens"], "model.embed_tokens belongs to no numbered attention layer"),
         (["model.layers.0.unknown"], "model.layers.0.unknown belongs to no"),
-        (["model.layers.0.attn", "model.layers.2.attn"], r"not 0\.\.n: \[0, 2\]"),
-        (["model.layers.1.attn"], r"not 0\.\.n: \[1\]"),
+        (["model.layers.0.attn", "model.layers.2.attn"], r"geometry\.num_layers: 2 .*: \[0, 2\]"),
+        (["model.layers.1.attn"], r"geometry\.num_layers: 2 .*: \[1\]"),
+        (["model.layers.0.attn", "model.layers.0.indexer"], "is the second one of its layer"),
     ],
 )
 def test_caches_without_their_layer_are_refused(names: list[str], text: str) -> None:
     """A cache that is no numbered attention layer's, or a gap in the numbers, stops the engine."""
-    known = [name for name in names if not name.endswith("unknown")]
-    layers = {name: fake_layer(Packed(), num_blocks=CACHE_BLOCKS) for name in known}
-    side = WorkerSide(
-        attention_layers=dict(layers),
-        inverse_frequencies=FREQUENCIES,
-        block_size=BLOCK,
-        num_cache_blocks=CACHE_BLOCKS,
-        shard=ALL_HEADS,
-    )
+    side = unregistered(plain_layers([name for name in names if not name.endswith("unknown")]))
     with pytest.raises(ConfigurationError, match=text):
         side.register_kv_caches({name: torch.zeros(1) for name in names})
+
+
+def test_layers_that_keep_a_state_are_refused() -> None:
+    """A layer without KV heads, as those of state-space models, has nothing to write into."""
+    side = unregistered({"model.layers.0.mixer": object()})
+    with pytest.raises(ConfigurationError, match="belongs to no numbered attention layer"):
+        side.register_kv_caches({"model.layers.0.mixer": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_kv_heads": 4},
+        {"head_dim_k": DIM * 2},
+        {"head_dim_v": DIM * 2},
+        {"layer_kinds": [LayerKind.FULL, LayerKind.SLIDING]},
+        {"layer_kinds": [LayerKind.LATENT] * 2},
+    ],
+    ids=str,
+)
+def test_layers_that_are_not_what_the_files_say_are_refused(change: dict[str, Any]) -> None:
+    """The engine's own layers are compared with what artifacts are compared with."""
+    names = [f"model.layers.{index}.attn" for index in range(NUM_LAYERS)]
+    geometry = msgspec.structs.replace(GEOMETRY, **change)
+    shard = replace(ALL_HEADS, num_kv_heads=geometry.num_kv_heads)
+    side = WorkerSide(
+        attention_layers=dict(plain_layers(names)),
+        rotary=[ROTARY] * NUM_LAYERS,
+        geometry=geometry,
+        block_size=BLOCK,
+        num_cache_blocks=CACHE_BLOCKS,
+        shard=shard,
+    )
+    with pytest.raises(ConfigurationError, match="geometry: by the model's files"):
+        side.register_kv_caches({name: torch.zeros(1) for name in names})
+
+
+def test_latents_are_moved_and_written() -> None:
+    """Only the last channels of a latent are turned; it goes where its position is."""
+    rank, rotary_dim, num_tokens, num_positions = 6, 4, 5, 3
+    frequencies = default_inverse_frequencies(100.0, rotary_dim)
+    layers = {
+        f"model.layers.{index}.attn": fake_latent_layer(
+            num_blocks=CACHE_BLOCKS, block=BLOCK, rank=rank, rotary_dim=rotary_dim
+        )
+        for index in range(NUM_LAYERS)
+    }
+    side = WorkerSide(
+        attention_layers=dict(layers),
+        rotary=[RotaryEmbedding(frequencies, has_latents=True)] * NUM_LAYERS,
+        geometry=Geometry(
+            num_layers=NUM_LAYERS,
+            num_kv_heads=1,
+            head_dim_k=rank + rotary_dim,
+            head_dim_v=rank,
+            layer_kinds=[LayerKind.LATENT] * NUM_LAYERS,
+        ),
+        block_size=BLOCK,
+        num_cache_blocks=CACHE_BLOCKS,
+        shard=HeadShard(rank=0, size=1, num_kv_heads=1),
+    )
+    side.register_kv_caches({name: layer.kv_cache for name, layer in layers.items()})
+    latents = [torch.randn(1, num_tokens, rank + rotary_dim) for _ in range(NUM_LAYERS)]
+    payload = pack_payload({f"layers.{i}.k": latent for i, latent in enumerate(latents)})
+
+    def fill(buffer: memoryview) -> None:
+        buffer[:] = payload.data
+
+    memory = SealedMemory(len(payload.data), fill)
+    keys = tuple(
+        TensorReference(memory.reference, tensor.dtype, tuple(tensor.shape), *tensor.byte_range)
+        for tensor in (payload.tensors[f"layers.{index}.k"] for index in range(NUM_LAYERS))
+    )
+    load = Load("r", (Segment(num_tokens, num_positions, keys, ()),), 0, num_tokens, (7, 2))
+    assert write(side, LoadPlan(loads=[load])) == ({"r"}, set())
+    memory.close()
+    for layer, latent in zip(layers.values(), latents, strict=True):
+        moved = relocate_latents(latent, num_positions, frequencies)[0]
+        assert torch.equal(layer.kv_cache[7], moved[:BLOCK])
+        assert torch.equal(layer.kv_cache[2, :1], moved[BLOCK:])
+        assert torch.equal(moved[:, :rank], latent[0, :, :rank])
+        assert not torch.equal(moved[:, rank:], latent[0, :, rank:])

@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 BOS = "<s>"
 MAX_POSITIONS = 400
+_SIGNS = [BOS, *(chr(code) for code in (10, *range(32, 127)))]
+NUM_SIGNS = len(_SIGNS)
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']' + m.content + '[end]' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
@@ -28,17 +30,9 @@ def save_tiny_model(
     target: Path, *, template: str = TEMPLATE, num_kv_heads: int = 2, head_dim: int = 8
 ) -> Path:
     """Two layers, four query heads, context `MAX_POSITIONS`; equal each time."""
-    signs = [BOS, *(chr(code) for code in (10, *range(32, 127)))]
-    vocabulary = {sign: index for index, sign in enumerate(signs)}
-    backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
-    backend.post_processor = TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
-    )
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(target)
+    save_tiny_tokenizer(target, template=template)
     config = LlamaConfig(
-        vocab_size=len(signs),
+        vocab_size=NUM_SIGNS,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -53,3 +47,15 @@ def save_tiny_model(
         torch.manual_seed(7)
         LlamaForCausalLM(config).save_pretrained(target)
     return target
+
+
+def save_tiny_tokenizer(target: Path, *, template: str = TEMPLATE) -> None:
+    """One token for each printable ASCII character, and one for the beginning."""
+    vocabulary = {sign: index for index, sign in enumerate(_SIGNS)}
+    backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    backend.post_processor = TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(target)

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import redis
 import torch
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cartridge_engine_ext.build import Builder, Built, Source
+from cartridge_engine_ext.payload import pack_payload
 from cartridge_proto import names
 from cartridge_proto.codec import unseal
-from cartridge_proto.manifest import ConventionKind, Manifest, PositionLayout
+from cartridge_proto.digest import parse_digest
+from cartridge_proto.manifest import ConventionKind, Manifest, PositionLayout, Probe
 from cartridge_proto.residency import Registration
 from cartridge_proto.stores import LocalStore
 from cartridge_router.demo.stack import MODEL_NAME, Process
@@ -167,6 +171,30 @@ class Fleet:
         self.wait_for_catalog(f"{name}@1", built.digest)
         return built
 
+    def tensors(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """What an artifact's only blob holds."""
+        found: dict[str, torch.Tensor] = load(
+            self.store.blob_path(parse_digest(manifest.payload[0].sha256)).read_bytes()
+        )
+        return found
+
+    def put_tensors(
+        self, name: str, like: Manifest, tensors: Mapping[str, torch.Tensor], probe: Probe
+    ) -> None:
+        """A valid artifact of other tensors."""
+        payload = pack_payload(tensors)
+        self.store.put_blob(payload.data)
+        self.put_manifest(
+            msgspec.structs.replace(
+                like,
+                name=name,
+                num_tokens=tensors["layers.0.k"].shape[1],
+                tensors=payload.tensors,
+                payload=[payload.blob],
+                probe=probe,
+            )
+        )
+
     def put_manifest(self, manifest: Manifest) -> None:
         """Store and name a manifest whose blobs are there."""
         digest = self.store.put_manifest(manifest)
@@ -286,14 +314,25 @@ class DenseReference:
             for offset, segment in zip(offsets, segments, strict=True)
             for place in range(len(segment))
         ] + list(range(total, len(ids)))
-        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
         with torch.inference_mode():
             logits = self._model(
                 torch.tensor([ids]),
-                attention_mask=mask[None, None],
+                attention_mask=self._mask(visible),
                 position_ids=torch.tensor([positions]),
                 use_cache=False,
             ).logits[0]
         steps = torch.log_softmax(logits[total + len(live) - 1 : -1], -1)
         chosen = steps.gather(1, torch.tensor(list(answer))[:, None])[:, 0]
         return steps.argmax(-1).tolist(), chosen.tolist()
+
+    def _mask(self, visible: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """What transformers wants: numbers to add, by kind of layer where there are several."""
+        config = self._model.config
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = config.sliding_window if getattr(config, "sliding_window", None) else len(visible)
+        seen = visible & ~torch.ones_like(visible).tril(-window)
+        full, sliding = (
+            torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+            for mask in (visible, seen)
+        )
+        return {"full_attention": full, "sliding_attention": sliding} if len(kinds) > 1 else sliding

@@ -10,12 +10,9 @@ from functools import partial
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load
 from transformers import DynamicCache
 
-from cartridge_engine_ext.payload import pack_payload
 from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
-from cartridge_proto.digest import parse_digest
 from cartridge_proto.manifest import PositionLayout
 from cartridge_proto.names import FIELD_CARTRIDGE_IDS, HEADER_DIGEST
 from cartridge_router.demo.stack import MODEL_NAME
@@ -215,29 +212,18 @@ def _put_mutant(
     With a probe of its own what it answers is right for it; else the probe is the source's.
     """
     built = fleet.put(f"{name}-source", document).manifest
-    blob = fleet.store.blob_path(parse_digest(built.payload[0].sha256)).read_bytes()
-    tensors = load(blob)
+    tensors = fleet.tensors(built)
     mutated = {}
     for layer in range(built.geometry.num_layers):
         key, value = mutation(tensors[f"layers.{layer}.k"], tensors[f"layers.{layer}.v"])
         mutated[f"layers.{layer}.k"], mutated[f"layers.{layer}.v"] = key, value
-    payload = pack_payload(mutated)
-    fleet.store.put_blob(payload.data)
     cache = DynamicCache()
     for layer in range(built.geometry.num_layers):
         key, value = mutated[f"layers.{layer}.k"], mutated[f"layers.{layer}.v"]
         cache.update(key[None], value[None], layer)
     with torch.inference_mode():
         probe = fleet.builder._probe(cache, LIVE_PROMPT)
-    replaced = msgspec.structs.replace(
-        built,
-        name=name,
-        num_tokens=mutated["layers.0.k"].shape[1],
-        tensors=payload.tensors,
-        payload=[payload.blob],
-        probe=probe if has_own_probe else built.probe,
-    )
-    fleet.put_manifest(replaced)
+    fleet.put_tensors(name, built, mutated, probe if has_own_probe else built.probe)
 
 
 def _at_once(calls: list[Callable[[], Answer]]) -> list[Answer]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
+from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys, relocate_latents
 
 HEADS, TOKENS, DIM = 2, 3, 16
 THETA = 10_000.0
@@ -131,3 +131,28 @@ def test_moved_keys_are_the_models_keys_at_the_new_place(position: int, num_posi
     # The model takes the angle itself in float32: off by 2^-24 of an angle of up to 4000 radians.
     tolerance = 4000 * 2**-24 * 4
     torch.testing.assert_close(moved, at(position + num_positions), atol=tolerance, rtol=0)
+
+
+@given(moves)
+def test_latents_turn_their_last_channels_in_neighbouring_pairs(num_positions: int) -> None:
+    """The same rotation as of keys, with the two channels of a pair side by side."""
+    rotary_dim = 6
+    frequencies = default_inverse_frequencies(THETA, rotary_dim)
+    latents = some_keys()[:1]
+    moved = relocate_latents(latents, num_positions, frequencies)
+    assert torch.equal(latents, some_keys()[:1])
+    compressed = DIM - rotary_dim
+    assert torch.equal(moved[..., :compressed], latents[..., :compressed])
+    order = [*range(compressed, DIM, 2), *range(compressed + 1, DIM, 2)]
+    expected = reference(latents[..., order], num_positions, frequencies)
+    torch.testing.assert_close(
+        moved[..., order].to(torch.float64), expected, atol=ONE_ROTATION, rtol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_latents_keep_their_dtype_and_cost_nothing_at_home(dtype: torch.dtype) -> None:
+    """Half precision comes back as it came; no move is no copy."""
+    latents, frequencies = some_keys(dtype)[:1], default_inverse_frequencies(THETA, 4)
+    assert relocate_latents(latents, 5, frequencies).dtype is dtype
+    assert relocate_latents(latents, 0, frequencies) is latents

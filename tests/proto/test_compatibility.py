@@ -157,7 +157,6 @@ def test_long_values_are_shown_shortened() -> None:
     [
         ("rope.stored_keys", Rotation.PRE),
         ("rope.first_position", 1),
-        ("geometry.layer_kinds", [LayerKind.FULL, LayerKind.LATENT]),
     ],
 )
 def test_what_the_virtual_prefix_v1_cannot_do_is_reported(field: str, value: object) -> None:
@@ -171,6 +170,12 @@ def test_quantised_values_are_supported(granularity: Literal["head", "head_chann
     """K16/V8 is served: values are dequantised on their way to the engine's cache."""
     manifest, _ = sample_artifact(v_scale=ValueScale(granularity=granularity, dtype="F32"))
     assert unsupported(manifest) == []
+
+
+@pytest.mark.parametrize("kind", LayerKind)
+def test_every_kind_of_layer_is_supported(kind: LayerKind) -> None:
+    """Windows and latents are served; whether an engine has the same is another comparison."""
+    assert unsupported(with_field(MANIFEST, "geometry.layer_kinds", [kind] * 2)) == []
 
 
 def test_a_plain_artifact_is_supported() -> None:

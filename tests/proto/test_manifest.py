@@ -20,6 +20,7 @@ from cartridge_proto.manifest import (
     MAX_TOKENS,
     ConventionKind,
     InvalidManifest,
+    LayerKind,
     PositionLayout,
     RetainedPositions,
     ValueScale,
@@ -185,7 +186,7 @@ VALID_CHANGES: list[dict[str, object]] = [
     {"rope.scaling": {"rope_type": "llama3", "factor": 8.0}},
     {"rope.stored_keys": "pre"},
     {"rope.rotary_dim": 0},
-    {"geometry.layer_kinds": ["full", "latent"]},
+    {"geometry.layer_kinds": ["full", "sliding"]},
     {"model.weights_digest": None},
     {"model.adapter": {"name": "lora", "digest": OTHER}},
     {"access.readers": []},
@@ -426,6 +427,16 @@ def test_keys_and_values_may_have_different_head_dimensions() -> None:
     manifest = msgspec.structs.replace(MANIFEST, geometry=geometry)
     assert expected_tensor(manifest, "layers.0.k") == ([2, 5, 4], "F32")
     assert expected_tensor(manifest, "layers.0.v") == ([2, 5, 2], "F32")
+
+
+def test_latents_are_keys_alone() -> None:
+    """A layer with latents has one tensor."""
+    geometry = msgspec.structs.replace(
+        MANIFEST.geometry, num_kv_heads=1, head_dim_k=6, layer_kinds=[LayerKind.LATENT] * 2
+    )
+    manifest = msgspec.structs.replace(MANIFEST, geometry=geometry)
+    assert tensor_names(manifest) == ["layers.0.k", "layers.1.k"]
+    assert expected_tensor(manifest, "layers.0.k") == ([1, 5, 6], "F32")
 
 
 def test_retained_positions_keep_the_order_of_the_source() -> None:
