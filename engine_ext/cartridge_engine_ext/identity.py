@@ -28,6 +28,14 @@ own field)."""
 _LAYER_TYPES = {"full_attention": LayerKind.FULL, "sliding_attention": LayerKind.SLIDING}
 """Names in config.json of the kinds of layers that a virtual prefix can serve."""
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""A LoRA adapter as peft saves it and vLLM reads it: what it is, and its weights."""
+
+_NOT_ADAPTER_IDENTITY = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+)
+"""adapter_config.json keys that say how and from what an adapter was saved."""
+
 _CHUNK_BYTES = 1 << 22
 
 
@@ -56,6 +64,36 @@ def model_identity(model_dir: Path, *, name: str, with_weights: bool) -> ModelId
         weights_digest=_weights_digest(model_dir) if with_weights else None,
         adapter=None,
     )
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json of a LoRA adapter.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    return _read_object(folder / ADAPTER_FILES[0])
+
+
+def adapter_digest(folder: Path) -> Digest:
+    """Digest of a LoRA adapter as it is served: configuration and weights. Reads every byte.
+
+    Raises:
+        ConfigurationError: naming the file that is missing or cannot be read.
+    """
+    config_file, weights_file = (folder / name for name in ADAPTER_FILES)
+    config = adapter_config(folder)
+    kept = {key: value for key, value in config.items() if key not in _NOT_ADAPTER_IDENTITY}
+    try:
+        config_digest = sha256_digest(encode_canonical(kept))
+    except ValueError as error:
+        raise ConfigurationError(f"{config_file}: {error}") from error
+    try:
+        weights_digest = _file_digest(weights_file)
+    except OSError as error:
+        raise ConfigurationError(f"{weights_file}: {error}") from error
+    listing = f"{config_digest} {config_file.name}\n{weights_digest} {weights_file.name}\n"
+    return sha256_digest(listing.encode())
 
 
 def geometry(model_dir: Path) -> Geometry:

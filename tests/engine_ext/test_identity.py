@@ -409,3 +409,89 @@ def test_an_unusable_tokenizer_config_is_a_configuration_error(text: str, tmp_pa
     (model_dir / "tokenizer_config.json").write_text(text)
     with pytest.raises(ConfigurationError, match=r"tokenizer_config\.json"):
         identity.chat_template(model_dir)
+
+
+# --- LoRA adapters -------------------------------------------------------------------------------
+ADAPTER: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "k_proj"],
+    "base_model_name_or_path": "somewhere/model",
+    "peft_version": "0.21.2",
+}
+
+
+def adapter_folder(root: Path, weights: bytes = b"weights", **changes: Any) -> Path:
+    """An adapter as peft saves it."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "adapter_config.json").write_text(json.dumps({**ADAPTER, **changes}))
+    (root / "adapter_model.safetensors").write_bytes(weights)
+    return root
+
+
+def test_two_adapters_of_one_name_have_different_digests(tmp_path: Path) -> None:
+    """The weights count to the last bit, under the same configuration and folder name."""
+    one = identity.adapter_digest(adapter_folder(tmp_path / "one" / "legal", b"weights"))
+    other = identity.adapter_digest(adapter_folder(tmp_path / "other" / "legal", b"weightt"))
+    again = identity.adapter_digest(adapter_folder(tmp_path / "again", b"weights"))
+    assert one != other
+    assert one == again
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lora_alpha": 16},
+        {"r": 8},
+        {"use_rslora": True},
+        {"alpha_pattern": {"q_proj": 4}},
+        {"target_modules": ["q_proj"]},
+        {"task_type": "CAUSAL_LM"},
+        {"unknown_to_us": 1},
+    ],
+    ids=str,
+)
+def test_what_changes_an_adapter_changes_its_digest(change: dict[str, Any], tmp_path: Path) -> None:
+    """The scale is in the configuration: any key not known to be about saving is identity."""
+    before = identity.adapter_digest(adapter_folder(tmp_path / "a"))
+    assert identity.adapter_digest(adapter_folder(tmp_path / "b", **change)) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"auto_mapping": {"parent_library": "transformers"}},
+        {"base_model_name_or_path": "/elsewhere"},
+        {"inference_mode": True},
+        {"peft_version": "0.30"},
+        {"revision": "main"},
+    ],
+    ids=str,
+)
+def test_how_an_adapter_was_saved_is_not_its_identity(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where its base model lay, and by which peft it was written."""
+    before = identity.adapter_digest(adapter_folder(tmp_path / "a"))
+    assert identity.adapter_digest(adapter_folder(tmp_path / "b", **change)) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (drop("adapter_config.json"), r"adapter_config\.json: .*No such file"),
+        (write("adapter_config.json", "[]"), r"adapter_config\.json: .*not an object"),
+        (write("adapter_config.json", '{"r": 1e400}'), r"adapter_config\.json: "),
+        (drop("adapter_model.safetensors"), r"adapter_model\.safetensors: .*No such file"),
+    ],
+    ids=["absent", "list", "number", "weights"],
+)
+def test_an_unusable_adapter_is_a_configuration_error(
+    damage: Callable[[Path], None], text: str, tmp_path: Path
+) -> None:
+    """What is missing or unreadable is named with its file."""
+    folder = adapter_folder(tmp_path)
+    damage(folder)
+    with pytest.raises(ConfigurationError, match=text):
+        identity.adapter_digest(folder)
