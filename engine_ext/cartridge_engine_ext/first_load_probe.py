@@ -53,14 +53,15 @@ class FirstLoadProbe:
 
     Args:
         answer: greedy answer of this engine to token ids behind one artifact, with as many tokens
-            as asked for. Blocks; raises when the engine does not answer.
+            as asked for, by the adapter that the API calls so, or by the base model. Blocks; raises
+            when the engine does not answer.
         build: name of this engine build, see `build_digest`.
         folder: where verdicts are kept over restarts; `None` keeps them for this boot.
     """
 
     def __init__(
         self,
-        answer: Callable[[Manifest, Digest, list[int], int], Answer],
+        answer: Callable[[Manifest, Digest, list[int], int, str | None], Answer],
         *,
         build: str,
         folder: Path | None,
@@ -77,8 +78,14 @@ class FirstLoadProbe:
         self._clock = clock
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="first-load-probe")
 
-    def verdict(self, digest: Digest, manifest: Manifest) -> ProbeVerdict | None:
-        """What is known of an artifact that is ready in dram; `None` while its probe runs."""
+    def verdict(
+        self, digest: Digest, manifest: Manifest, adapter: str | None
+    ) -> ProbeVerdict | None:
+        """What is known of an artifact that is ready in dram; `None` while its probe runs.
+
+        `adapter` is a name of the adapter that the artifact was made with, if it was: its digest is
+        part of the artifact, so verdicts need no key beside that.
+        """
         with self._lock:
             known = self._verdicts.get(digest)
             if known is not None or digest in self._running:
@@ -87,7 +94,7 @@ class FirstLoadProbe:
                 return None
             self._running.add(digest)
         try:
-            self._executor.submit(self._run, digest, manifest)
+            self._executor.submit(self._run, digest, manifest, adapter)
         except RuntimeError:
             # Stopped: nothing serves any more.
             return ProbeVerdict("the engine is stopping")
@@ -107,12 +114,12 @@ class FirstLoadProbe:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     # --- on the probing thread -------------------------------------------------------------------
-    def _run(self, digest: Digest, manifest: Manifest) -> None:
+    def _run(self, digest: Digest, manifest: Manifest, adapter: str | None) -> None:
         verdict = None
         try:
             verdict = self._kept(digest)
             if verdict is None:
-                verdict = self._replay(digest, manifest)
+                verdict = self._replay(digest, manifest, adapter)
                 self._keep(digest, verdict)
         except Exception as error:
             # No verdict: who waits goes on waiting, and it is tried again after a while.
@@ -128,11 +135,12 @@ class FirstLoadProbe:
             logger.error("artifact %s is quarantined: %s", digest, verdict.problem)
             self._on_quarantine(digest)
 
-    def _replay(self, digest: Digest, manifest: Manifest) -> ProbeVerdict:
+    def _replay(self, digest: Digest, manifest: Manifest, adapter: str | None) -> ProbeVerdict:
         probe = manifest.probe
         if not probe.steps:
             return PASSED
-        answer = self._answer(manifest, digest, list(probe.prompt_token_ids), len(probe.steps))
+        prompt = list(probe.prompt_token_ids)
+        answer = self._answer(manifest, digest, prompt, len(probe.steps), adapter)
         return ProbeVerdict(compare(probe, answer, manifest.representation.k_dtype))
 
     def _kept(self, digest: Digest) -> ProbeVerdict | None:

@@ -105,7 +105,11 @@ class HbmCensus:
         block_hashes: Sequence[bytes],
         tail_digests: Sequence[Digest],
     ) -> None:
-        """A request with this prefix got its blocks; until `leave` the prefix is looked for."""
+        """A request with this prefix got its blocks; until `leave` the prefix is looked for.
+
+        Under two names of one adapter the same prefix stands in other blocks. Those of the last
+        request are listed, unless the others are pinned.
+        """
         if not block_hashes:
             return
         if self._window_blocks is not None:
@@ -115,6 +119,8 @@ class HbmCensus:
             size_bytes = len(block_hashes) * self._block_bytes
             prefix = _Prefix(tuple(block_hashes), tuple(tail_digests), size_bytes)
             self._prefixes[composition] = prefix
+        elif not prefix.pinned_blocks:
+            prefix.block_hashes = tuple(block_hashes)
         prefix.num_users += 1
 
     def leave(self, composition: Digest) -> None:
@@ -123,10 +129,13 @@ class HbmCensus:
         if prefix is not None:
             prefix.num_users = max(0, prefix.num_users - 1)
 
-    def is_whole(self, composition: Digest) -> bool:
-        """Whether a prefix was whole after the last step."""
+    def is_whole(self, composition: Digest, block_hashes: Sequence[bytes]) -> bool:
+        """Whether a prefix was whole after the last step, in the blocks with these hashes."""
         prefix = self._prefixes.get(composition)
-        return prefix is not None and prefix.is_whole
+        if prefix is None or not prefix.is_whole or not block_hashes:
+            return False
+        # Hashes are chained: the last stands for all.
+        return prefix.block_hashes[-1] == block_hashes[-1]
 
     def update(self) -> None:
         """Look again, after a scheduling step; tell the ledger what changed."""

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from cartridge_engine_ext import identity
 from cartridge_engine_ext.activity import Activity
+from cartridge_engine_ext.adapter_identity import AdapterIdentities
 from cartridge_engine_ext.agent_pool import AgentPool
 from cartridge_engine_ext.artifact_pool import ArtifactPool
 from cartridge_engine_ext.control_access import ControlAccess, read_access
@@ -193,6 +194,7 @@ def _build_name(config: "VllmConfig", engine: EngineIdentity) -> str:
         str(config.cache_config.cache_dtype),
         str(config.parallel_config.tensor_parallel_size),
         str(config.device_config.device_type),
+        str(config.lora_config and config.lora_config.lora_dtype),
     )
 
 
@@ -247,6 +249,7 @@ class SchedulerRuntime:
         self._is_stopping = threading.Event()
         self._client = EngineClient(settings.self_url, settings.api_key)
         self.activity = Activity()
+        self._adapters = AdapterIdentities()
         self._probes = FirstLoadProbe(
             self._answer_probe,
             build=_build_name(config, self._engine),
@@ -320,6 +323,7 @@ class SchedulerRuntime:
             placeholder_token_id=self._vocab_size,
             gate=self._gate,
             census=self.census,
+            adapters=self._adapters,
             verdict_of=self._probes.verdict if settings.with_probe else lambda *_: PASSED,
             hints=self._hints.take,
             on_ended=self._note_ended,
@@ -357,6 +361,7 @@ class SchedulerRuntime:
         self._hints.stop()
         self._hbm_pins.stop()
         self._probes.stop()
+        self._adapters.stop()
         if self._nvme is not None:
             self._nvme.close()
         self._pool.close()
@@ -447,7 +452,12 @@ class SchedulerRuntime:
         )
 
     def _answer_probe(
-        self, manifest: Manifest, digest: Digest, prompt: list[int], num_new_tokens: int
+        self,
+        manifest: Manifest,
+        digest: Digest,
+        prompt: list[int],
+        num_new_tokens: int,
+        adapter: str | None,
     ) -> Answer:
         message = composition_of(digest, manifest)
         params = {
@@ -455,7 +465,7 @@ class SchedulerRuntime:
             FIELD_CARTRIDGES: message,
         }
         salt = cache_salt(Digest(message["composition"]))
-        model = self._client.served_model()
+        model = adapter or self._client.served_model()
         return self._client.complete(model, prompt, params, salt, num_new_tokens)
 
     def _wake(self) -> None:

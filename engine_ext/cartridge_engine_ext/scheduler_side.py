@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cartridge_engine_ext.adapter_identity import AdapterIdentities, RequestAdapter
 from cartridge_engine_ext.dram_tier import Artifact, DramTier
 from cartridge_engine_ext.errors import Refusal
 from cartridge_engine_ext.first_load_probe import ProbeVerdict
@@ -31,7 +32,7 @@ from cartridge_engine_ext.load_plan import (
 )
 from cartridge_engine_ext.virtual_prefix import context_overrun
 from cartridge_proto.claims import FalseClaim, check_claims
-from cartridge_proto.compatibility import EngineIdentity
+from cartridge_proto.compatibility import EngineIdentity, adapter_mismatch
 from cartridge_proto.composition import (
     CompositionMessage,
     InvalidComposition,
@@ -69,6 +70,8 @@ class _VirtualRequest:
     message: CompositionMessage
     received_s: float
     tiers: dict[str, Tier]
+    adapter: RequestAdapter | None = None
+    """The LoRA adapter that its tokens are computed with."""
     trace_headers: Mapping[str, str] | None = None
     received_ns: int = field(default_factory=time.time_ns)
     ready_ns: int | None = None
@@ -168,7 +171,8 @@ class SchedulerSide:
         placeholder_token_id: int,
         gate: SelfTestGate,
         census: HbmCensus,
-        verdict_of: Callable[[Digest, Manifest], ProbeVerdict | None],
+        adapters: AdapterIdentities,
+        verdict_of: Callable[[Digest, Manifest, str | None], ProbeVerdict | None],
         hints: Callable[[object], None],
         on_ended: Callable[[EndedPrefix], None],
         on_captured: Callable[[dict[int, Captured]], None],
@@ -180,6 +184,7 @@ class SchedulerSide:
         self._placeholder = placeholder_token_id
         self._gate = gate
         self._census = census
+        self._adapters = adapters
         self._verdict_of = verdict_of
         self._take_hints = hints
         self._on_ended = on_ended
@@ -371,11 +376,13 @@ class SchedulerSide:
         except InvalidComposition as error:
             raise Refusal(FailureReason.INVALID_MESSAGE, str(error)) from error
         self._check_request(request, params, message)
+        lora = request.lora_request
         num_tokens = message.num_tokens
         tracked = _VirtualRequest(
             message,
             time.monotonic(),
             {},
+            adapter=None if lora is None else self._adapters.look(lora),
             trace_headers=(
                 request.trace_headers
                 if message.traceparent is None
@@ -384,17 +391,21 @@ class SchedulerSide:
             is_proof=self._is_self_test(params),
         )
         self._tracked[request.request_id] = tracked
-        tracked.was_in_hbm = self._census.is_whole(Digest(message.composition))
-        is_aligned = num_tokens % self._engine.block_size == 0
-        if not (is_aligned and tracked.was_in_hbm):
-            # At once: the bytes may come while the request waits for its turn.
-            self._acquire(tracked)
         placeholders = [self._placeholder] * num_tokens
         request.prompt_token_ids = placeholders + list(request.prompt_token_ids or [])
         request.num_prompt_tokens += num_tokens
         request._all_token_ids[:0] = placeholders  # noqa: SLF001 - the seam of DESIGN section 6
         # Blocks that a proof wrote are for nobody else: who comes later is judged by its verdict.
-        _rehash(request, secrets.token_hex(16) if tracked.is_proof else _block_salt(message))
+        salt = secrets.token_hex(16) if tracked.is_proof else _block_salt(message, tracked.adapter)
+        _rehash(request, salt)
+        num_full = num_tokens // self._engine.block_size
+        tracked.was_in_hbm = self._census.is_whole(
+            Digest(message.composition), request.block_hashes[:num_full]
+        )
+        is_aligned = num_tokens % self._engine.block_size == 0
+        if not (is_aligned and tracked.was_in_hbm):
+            # At once: the bytes may come while the request waits for its turn.
+            self._acquire(tracked)
 
     def _check_request(
         self, request: "Request", params: dict[str, Any], message: CompositionMessage
@@ -475,15 +486,32 @@ class SchedulerSide:
                 check_claims(tracked.message, manifests)
             except FalseClaim as claim:
                 raise Refusal(claim.reason, claim.detail) from claim
+            if not self._have_its_adapter(tracked, ready):
+                return False
             if not (tracked.is_proof or self._are_probed(tracked, ready)):
                 return False
             tracked.is_checked = True
             tracked.wait_s = time.monotonic() - tracked.received_s
         return True
 
+    def _have_its_adapter(self, tracked: _VirtualRequest, artifacts: Sequence[Artifact]) -> bool:
+        """Whether all artifacts are of the request's adapter; False while its files are read."""
+        digest = None
+        if tracked.adapter is not None:
+            digest = self._adapters.digest(tracked.adapter)
+            if digest is None:
+                self._check_deadline(tracked, "adapter not read")
+                return False
+        for artifact in artifacts:
+            mismatch = adapter_mismatch(artifact.manifest, digest)
+            if mismatch is not None:
+                raise Refusal(FailureReason.INCOMPATIBLE, str(mismatch))
+        return True
+
     def _are_probed(self, tracked: _VirtualRequest, artifacts: Sequence[Artifact]) -> bool:
         """Whether all artifacts have answered their probes; starts those that have not."""
-        verdicts = [self._verdict_of(a.digest, a.manifest) for a in artifacts]
+        name = None if tracked.adapter is None else tracked.adapter.name
+        verdicts = [self._verdict_of(a.digest, a.manifest, name) for a in artifacts]
         for artifact, verdict in zip(artifacts, verdicts, strict=True):
             if verdict is not None and verdict.problem is not None:
                 raise Refusal(FailureReason.QUARANTINED, f"{artifact.digest}: {verdict.problem}")
@@ -617,20 +645,22 @@ def _rehash(request: "Request", salt: str) -> None:
     request.update_block_hashes()
 
 
-def _block_salt(message: CompositionMessage) -> str:
+def _block_salt(message: CompositionMessage, adapter: RequestAdapter | None) -> str:
     """The salt under which vLLM shares the blocks of this prefix.
 
     It binds the composition identity to everything the message says beside it. A prefix that is
     whole in HBM is served without another look at its manifests, so only a message that says what
-    the checked one said may find it: not one with that identity and a scope or items of its own.
+    the checked one said may find it: not one with that identity and a scope or items of its own,
+    and not one with another adapter, or with other files of it than those that were checked.
     """
+    composition = Digest(message.composition)
     return cache_salt(
         composition_digest(
             scope=message.scope,
             layout=message.layout,
             items=message.items,
             visibility=message.visibility,
-            fingerprint=Digest(message.composition),
+            fingerprint=composition if adapter is None else adapter.bind(composition),
         )
     )
 
@@ -645,7 +675,6 @@ def _refuse_unsupported(request: "Request", message: CompositionMessage) -> None
             ("pooling requests", sampling is None),
             ("prompt_logprobs", sampling is not None and sampling.prompt_logprobs is not None),
             ("skip_reading_prefix_cache", request.skip_reading_prefix_cache),
-            ("LoRA adapters", request.lora_request is not None),
             ("multimodal inputs and prompt embeddings", has_other_inputs),
             ("resumable (streaming input) requests", request.resumable),
             ("prompts without a token of their own", not request.prompt_token_ids),

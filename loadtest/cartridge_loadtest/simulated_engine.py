@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
 from cartridge_loadtest.dram_tier import DramTier, LoadedArtifact, PayloadTooLarge
 from cartridge_loadtest.openai_bodies import GenerationRequest
@@ -19,6 +21,7 @@ from cartridge_proto.claims import FalseClaim, check_claims
 from cartridge_proto.codecs import read_decoded_blob
 from cartridge_proto.compatibility import (
     EngineIdentity,
+    adapter_mismatch,
     incompatibilities,
     unsupported,
 )
@@ -280,9 +283,11 @@ class SimulatedEngine:
         await self.register()
         if self.identity is None:
             raise _Refused(FailureReason.NOT_READY, "the engine does not know its model yet")
+        adapter = adapter_mismatch(manifest, None)
         for reason, mismatches in (
             (FailureReason.UNSUPPORTED, unsupported(manifest)),
             (FailureReason.INCOMPATIBLE, incompatibilities(manifest, self.identity)),
+            (FailureReason.INCOMPATIBLE, [] if adapter is None else [adapter]),
         ):
             if mismatches:
                 raise _Refused(reason, "; ".join(str(mismatch) for mismatch in mismatches))
@@ -308,7 +313,7 @@ def derive_identity(store: Store, max_model_len: int) -> EngineIdentity | None:
     if first is None:
         return None
     return EngineIdentity(
-        model=first.model,
+        model=msgspec.structs.replace(first.model, adapter=None),
         geometry=first.geometry,
         rope=first.rope,
         chat_template_digest=template,

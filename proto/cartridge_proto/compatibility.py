@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from cartridge_proto.digest import DigestText
+from cartridge_proto.digest import Digest, DigestText
 from cartridge_proto.manifest import (
     Geometry,
     Manifest,
@@ -60,13 +60,16 @@ class Mismatch(msgspec.Struct, frozen=True):
         return f"{self.field}: artifact has {self.artifact}, engine has {self.engine}"
 
 
-_MODEL_FIELDS = ("architecture", "config_digest", "tokenizer_digest", "adapter")
+_MODEL_FIELDS = ("architecture", "config_digest", "tokenizer_digest")
 _GEOMETRY_FIELDS = ("num_layers", "num_kv_heads", "head_dim_k", "head_dim_v", "layer_kinds")
 _ROPE_FIELDS = ("type", "theta", "scaling", "rotary_dim")
 
 
 def incompatibilities(manifest: Manifest, engine: EngineIdentity) -> list[Mismatch]:
-    """Every field of the manifest that keeps its KV from meaning the same on this engine."""
+    """Every field of the manifest that keeps its KV from meaning the same on this engine.
+
+    But the adapter: it is a request that names one, see `adapter_mismatch`.
+    """
     found = [
         *_unequal("model", _MODEL_FIELDS, manifest.model, engine.model),
         *_unequal("geometry", _GEOMETRY_FIELDS, manifest.geometry, engine.geometry),
@@ -85,6 +88,18 @@ def incompatibilities(manifest: Manifest, engine: EngineIdentity) -> list[Mismat
             )
         )
     return found
+
+
+def adapter_mismatch(manifest: Manifest, digest: Digest | None) -> Mismatch | None:
+    """Whether the KV belongs to another adapter than the one that a request is computed with.
+
+    `digest` is that of the request's adapter, `None` for the model without one. Names are labels.
+    """
+    adapter = manifest.model.adapter
+    made_with = None if adapter is None else adapter.digest
+    if made_with == digest:
+        return None
+    return Mismatch("model.adapter", _shown(made_with), _shown(digest))
 
 
 def unsupported(manifest: Manifest) -> list[Mismatch]:

@@ -38,6 +38,16 @@ class FakeSampling:
     prompt_logprobs: int | None = None
 
 
+@dataclass(frozen=True)
+class FakeLora:
+    """vLLM's `LoRARequest`, as far as it says which files were loaded."""
+
+    lora_name: str
+    lora_path: str
+    lora_int_id: int = 1
+    load_inplace: bool = False
+
+
 @dataclass
 class FakeRequest:
     """One request as the scheduler sees it; block hashes chain over salt and tokens."""
@@ -48,7 +58,7 @@ class FakeRequest:
     sampling_params: FakeSampling | None = field(default_factory=FakeSampling)
     prompt_embeds: object | None = None
     mm_features: list[object] = field(default_factory=list)
-    lora_request: object | None = None
+    lora_request: FakeLora | None = None
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
     trace_headers: dict[str, str] | None = None

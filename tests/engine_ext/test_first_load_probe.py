@@ -46,12 +46,21 @@ class FakeEngine:
     def __init__(self, answer: Answer) -> None:
         self.answer_is = answer
         self.asked: list[tuple[Digest, list[int], int]] = []
+        self.adapters: list[str | None] = []
         self.gate = threading.Event()
         self.gate.set()
         self.is_broken = False
 
-    def answer(self, manifest: Manifest, digest: Digest, prompt: list[int], count: int) -> Answer:
+    def answer(
+        self,
+        manifest: Manifest,
+        digest: Digest,
+        prompt: list[int],
+        count: int,
+        adapter: str | None,
+    ) -> Answer:
         """See `FirstLoadProbe`."""
+        self.adapters.append(adapter)
         self.asked.append((digest, prompt, count))
         assert self.gate.wait(WAIT_S)
         if self.is_broken:
@@ -72,7 +81,7 @@ def settled(probe: FirstLoadProbe) -> ProbeVerdict:
     found: list[ProbeVerdict] = []
 
     def is_known() -> bool:
-        verdict = probe.verdict(DIGEST, MANIFEST)
+        verdict = probe.verdict(DIGEST, MANIFEST, None)
         found.extend([verdict] if verdict is not None else [])
         return bool(found)
 
@@ -84,11 +93,26 @@ def test_asked_once(engine: FakeEngine) -> None:
     """However often a verdict is asked for, the engine answers one probe, of the manifest."""
     probe = FirstLoadProbe(engine.answer, build="b", folder=None)
     engine.gate.clear()
-    assert [probe.verdict(DIGEST, MANIFEST) for _ in range(5)] == [None] * 5
+    assert [probe.verdict(DIGEST, MANIFEST, None) for _ in range(5)] == [None] * 5
     engine.gate.set()
     assert settled(probe) == PASSED
     assert engine.asked == [(DIGEST, [1, 2], 2)]
     assert probe.quarantined() == {}
+    probe.stop()
+
+
+def test_the_adapter_that_is_asked_for_answers(engine: FakeEngine) -> None:
+    """The probe names it; a try after one that failed names that of whoever waits then."""
+    now_s = 100.0
+    probe = FirstLoadProbe(engine.answer, build="b", folder=None, clock=lambda: now_s)
+    engine.is_broken = True
+    probe.verdict(DIGEST, MANIFEST, "first-name")
+    until(lambda: probe._running == set())
+    engine.is_broken = False
+    now_s += RETRY_AFTER_S
+    until(lambda: probe.verdict(DIGEST, MANIFEST, "other-name") is not None)
+    assert engine.adapters == ["first-name", "other-name"]
+    assert probe.verdict(DIGEST, MANIFEST, "a third") == PASSED
     probe.stop()
 
 
@@ -109,9 +133,9 @@ def test_no_answer_is_no_verdict(engine: FakeEngine) -> None:
     now_s = 100.0
     engine.is_broken = True
     probe = FirstLoadProbe(engine.answer, build="b", folder=None, clock=lambda: now_s)
-    probe.verdict(DIGEST, MANIFEST)
+    probe.verdict(DIGEST, MANIFEST, None)
     until(lambda: probe._running == set())
-    assert [probe.verdict(DIGEST, MANIFEST) for _ in range(5)] == [None] * 5
+    assert [probe.verdict(DIGEST, MANIFEST, None) for _ in range(5)] == [None] * 5
     assert len(engine.asked) == 1
     engine.is_broken = False
     now_s += RETRY_AFTER_S
@@ -158,7 +182,7 @@ def test_after_stop_nothing_serves(engine: FakeEngine) -> None:
     """An engine that ends gives no verdict that lets an unprobed artifact serve."""
     probe = FirstLoadProbe(engine.answer, build="b", folder=None)
     probe.stop()
-    verdict = probe.verdict(DIGEST, MANIFEST)
+    verdict = probe.verdict(DIGEST, MANIFEST, None)
     assert verdict is not None
     assert verdict.problem == "the engine is stopping"
 

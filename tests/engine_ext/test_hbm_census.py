@@ -62,9 +62,9 @@ def test_a_prefix_is_whole_when_all_blocks_are_there(
     census.update()
     assert in_hbm(ledger) == {}
     blocks.hold(HASHES)
-    assert not census.is_whole(ONE)
+    assert not census.is_whole(ONE, HASHES)
     census.update()
-    assert census.is_whole(ONE)
+    assert census.is_whole(ONE, HASHES)
     assert in_hbm(ledger) == {ONE: (3 * BLOCK_BYTES, False)}
 
 
@@ -133,7 +133,45 @@ def test_prefixes_without_a_full_block_are_not_listed(
     census.enter(ONE, [], [TAIL])
     census.update()
     assert in_hbm(ledger) == {}
-    assert not census.is_whole(ONE)
+    assert not census.is_whole(ONE, HASHES)
+
+
+def test_the_blocks_of_the_last_request_are_listed(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """Under two names of an adapter a prefix stands in other blocks: each is judged by its own."""
+    others = [b"4", b"5", b"6"]
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES)
+    census.update()
+    assert not census.is_whole(ONE, others)
+    census.enter(ONE, others, [])
+    census.update()
+    assert in_hbm(ledger) == {}  # they are being loaded
+    blocks.hold(others)
+    census.update()
+    assert (census.is_whole(ONE, HASHES), census.is_whole(ONE, others)) == (False, True)
+    assert in_hbm(ledger) == {ONE: (300, False)}
+
+
+def test_pinned_blocks_stay_listed(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """A request with the same prefix in other blocks takes no pin away."""
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES)
+    census.update()
+    done = census.pin(ONE)
+    census.update()
+    assert done.result(0) is None
+    census.enter(ONE, [b"4", b"5", b"6"], [])
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, True)}
+    assert census.is_whole(ONE, HASHES)
+    gone = census.unpin(ONE)
+    census.update()
+    assert gone.result(0) is None
+    assert blocks.freed == HASHES[::-1]
 
 
 def test_a_pin_keeps_blocks(

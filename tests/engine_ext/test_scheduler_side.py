@@ -3,6 +3,7 @@
 The request is a plain stand-in; pool, store and artifacts are real.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ import pytest
 import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is imported
 
 # isort: split
+from cartridge_engine_ext.adapter_identity import AdapterIdentities
 from cartridge_engine_ext.artifact_pool import ArtifactPool
 from cartridge_engine_ext.first_load_probe import PASSED, ProbeVerdict
 from cartridge_engine_ext.hbm_census import HbmCensus
+from cartridge_engine_ext.identity import ADAPTER_FILES
 from cartridge_engine_ext.load_plan import Capture, Load, LoadReport, LoadResult
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.scheduler_side import (
@@ -31,7 +34,7 @@ from cartridge_engine_ext.virtual_prefix import num_blocks
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import OnMiss, cache_salt
 from cartridge_proto.digest import Digest, sha256_digest
-from cartridge_proto.manifest import Manifest, PositionLayout, ValueScale
+from cartridge_proto.manifest import Adapter, Manifest, PositionLayout, ValueScale
 from cartridge_proto.names import (
     FIELD_CARTRIDGES,
     FIELD_KV_HINTS,
@@ -50,6 +53,7 @@ from tests.engine_ext.fake_blocks import FakeBlockPool
 from tests.engine_ext.fake_request import (
     BLOCK_SIZE,
     LIVE,
+    FakeLora,
     FakeRequest,
     FakeSampling,
     message_of,
@@ -86,6 +90,8 @@ class Engine:
     blocks: FakeBlockPool
     verdicts: dict[Digest, ProbeVerdict | None]
     hints: list[object]
+    adapters: "FakeAdapterFiles"
+    probed_by: list[str | None]
     captured: list[Any] = field(default_factory=list)
 
     @property
@@ -167,6 +173,21 @@ class Engine:
         return receipt
 
 
+class FakeAdapterFiles:
+    """Reads an adapter's folder when it may: the digest is that of the weights' bytes."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_read = 0
+
+    def digest(self, folder: Path) -> Digest:
+        """Stands for `identity.adapter_digest`."""
+        assert self.gate.wait(WAIT_S)
+        self.num_read += 1
+        return sha256_digest((folder / ADAPTER_FILES[1]).read_bytes())
+
+
 @contextmanager
 def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterator[Engine]:
     """An engine whose self-test has passed."""
@@ -179,6 +200,14 @@ def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterat
     ledger = ResidencyLedger()
     blocks = FakeBlockPool()
     verdicts: dict[Digest, ProbeVerdict | None] = {}
+    files = FakeAdapterFiles()
+    adapters = AdapterIdentities(files.digest)
+    probed_by: list[str | None] = []
+
+    def verdict_of(digest: Digest, manifest: Manifest, adapter: str | None) -> ProbeVerdict | None:
+        probed_by.append(adapter)
+        return verdicts.get(digest, PASSED)
+
     census = HbmCensus(
         ledger, group_ids=[0], block_bytes=100, pinned_fraction=0.5, longest_request_blocks=2
     )
@@ -191,13 +220,18 @@ def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterat
         placeholder_token_id=PLACEHOLDER,
         gate=gate,
         census=census,
-        verdict_of=lambda digest, manifest: verdicts.get(digest, PASSED),
+        adapters=adapters,
+        verdict_of=verdict_of,
         hints=hints.append,
         on_ended=ended.append,
         on_captured=captured.append,
     )
-    yield Engine(store, pool, gate, side, ended, ledger, blocks, verdicts, hints, captured)
+    yield Engine(
+        store, pool, gate, side, ended, ledger, blocks, verdicts, hints, files, probed_by, captured
+    )
     store.gate.set()
+    files.gate.set()
+    adapters.stop()
     pool.close()
 
 
@@ -287,7 +321,6 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "pooling": ({"sampling_params": None}, {}, "pooling requests"),
     "prompt_logprobs": ({"sampling_params": FakeSampling(0)}, {}, "prompt_logprobs"),
     "skip_reading": ({"skip_reading_prefix_cache": True}, {}, "skip_reading_prefix_cache"),
-    "lora": ({"lora_request": object()}, {}, "LoRA adapters"),
     "images": ({"mm_features": [object()]}, {}, "multimodal inputs"),
     "embeddings": ({"prompt_embeds": object()}, {}, "prompt embeddings"),
     "resumable": ({"resumable": True}, {}, "resumable"),
@@ -324,10 +357,10 @@ def test_a_refused_request_can_fail_in_vllm(engine: Engine) -> None:
 
 def test_every_reason_is_listed(engine: Engine) -> None:
     """A request with two unsupported wishes hears of both."""
-    request = request_with(message_of([engine.put()]), resumable=True, lora_request=object())
+    request = request_with(message_of([engine.put()]), resumable=True, prompt_embeds=object())
     detail = engine.refused(request).detail
     assert "resumable" in detail
-    assert "LoRA" in detail
+    assert "prompt embeddings" in detail
 
 
 def test_a_salt_that_is_not_the_composition_is_refused(engine: Engine) -> None:
@@ -954,3 +987,152 @@ def test_a_refused_request_is_told_with_its_trace(engine: Engine) -> None:
     engine.refused(FakeRequest({FIELD_CARTRIDGES: {}}, trace_headers=headers))
     (ended,) = engine.ended
     assert (ended.message, ended.trace_headers) == (None, headers)
+
+
+# --- LoRA adapters -------------------------------------------------------------------------------
+def put_lora(folder: Path, weights: bytes, name: str = "a", number: int = 1) -> FakeLora:
+    """An adapter as vLLM loaded it from a folder, whose weights are these bytes."""
+    folder.mkdir(exist_ok=True)
+    for file, data in zip(ADAPTER_FILES, (b"{}", weights), strict=True):
+        (folder / file).write_bytes(data)
+    return FakeLora(name, str(folder), number)
+
+
+def made_with(weights: bytes | None) -> Adapter | None:
+    """What the manifest of an artifact says that was made with the adapter of these weights."""
+    return None if weights is None else Adapter(name="any", digest=sha256_digest(weights))
+
+
+def test_an_artifact_of_the_adapter_is_served(engine: Engine, tmp_path: Path) -> None:
+    """By the digest of the adapter's files, read once; the probe names the adapter."""
+    artifact = engine.put(num_tokens=20, adapter=made_with(b"A"))
+    lora = put_lora(tmp_path / "a", b"A", "legal")
+    for _ in range(3):
+        request = request_with(message_of([artifact]), lora_request=lora)
+        engine.run(request)
+        assert engine.end(request).status is ReceiptStatus.SERVED
+    assert engine.adapters.num_read == 1
+    assert set(engine.probed_by) == {"legal"}
+
+
+@pytest.mark.parametrize(("artifact", "asked"), [(b"A", b"B"), (b"A", None), (None, b"B")])
+def test_an_artifact_of_another_adapter_is_refused(
+    artifact: bytes | None, asked: bytes | None, engine: Engine, tmp_path: Path
+) -> None:
+    """Also without one on either side; both digests are named, and no probe is asked."""
+    message = message_of([engine.put(adapter=made_with(artifact))])
+    lora = None if asked is None else put_lora(tmp_path / "a", asked)
+    request = request_with(message, lora_request=lora)
+    receipt = engine.failed_to_load(request)
+    assert receipt.reason is FailureReason.INCOMPATIBLE
+    assert receipt.detail.startswith("model.adapter: artifact has ")
+    for weights in (artifact, asked):
+        assert ("null" if weights is None else sha256_digest(weights)) in receipt.detail
+    assert engine.probed_by == []
+
+
+def test_every_artifact_of_a_set_must_be_of_the_adapter(engine: Engine, tmp_path: Path) -> None:
+    """A second artifact without it is refused as the first would be."""
+    pair = [engine.put(adapter=made_with(b"A")), engine.put(seed=1)]
+    request = request_with(message_of(pair), lora_request=put_lora(tmp_path / "a", b"A"))
+    assert engine.failed_to_load(request).reason is FailureReason.INCOMPATIBLE
+
+
+def test_a_proof_must_be_of_the_adapter_too(engine: Engine, tmp_path: Path) -> None:
+    """A probe that came to another adapter is refused, not answered: it would say nothing."""
+    request = request_with(message_of([engine.put(adapter=made_with(b"A"))]))
+    assert request.kv_transfer_params is not None
+    request.kv_transfer_params[FIELD_SELF_TEST] = {"token": TOKEN, "num_tokens": 0}
+    request.lora_request = put_lora(tmp_path / "b", b"B")
+    engine.side.on_new_request(request)
+    engine.schedule(request)
+    assert engine.side.take_plan().failures == [request.request_id]
+
+
+def test_an_adapter_that_cannot_be_identified_is_refused_at_once(engine: Engine) -> None:
+    """Before a byte is asked for."""
+    message = message_of([engine.put(adapter=made_with(b"A"))])
+    receipt = engine.refused(request_with(message, lora_request=FakeLora("a", "hub/name")))
+    assert receipt.reason is FailureReason.UNSUPPORTED
+    assert "hub/name is no local folder" in receipt.detail
+
+
+def test_the_adapter_of_another_tenants_artifact_is_not_told(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """It does not exist for who may not read it, whatever it was made with."""
+    artifact = engine.put(adapter=made_with(b"A"), readers=["tenant-a"])
+    lora = put_lora(tmp_path / "b", b"B")
+    receipt = engine.failed_to_load(request_with(message_of([artifact]), lora_request=lora))
+    assert receipt.reason is FailureReason.UNKNOWN_ARTIFACT
+
+
+def test_a_request_waits_while_its_adapter_is_read(engine: Engine, tmp_path: Path) -> None:
+    """As for bytes: asked again, and no longer than its deadline; others go on."""
+    artifact = engine.put(num_tokens=20, adapter=made_with(b"A"))
+    plain = engine.put(num_tokens=20, seed=1)
+    lora = put_lora(tmp_path / "a", b"A")
+    engine.adapters.gate.clear()
+    waiting, late = (
+        request_with(message_of([artifact], deadline_ms=deadline_ms), lora_request=lora)
+        for deadline_ms in (60_000, 1)
+    )
+    for request in (waiting, late):
+        engine.side.on_new_request(request)
+    engine.pool.wait(artifact[0], WAIT_S)
+    assert engine.side.num_matched_tokens(waiting, 0) == (None, False)
+    assert engine.side.is_waiting
+    engine.run(request_with(message_of([plain])))
+    engine.schedule(late)
+    assert engine.side.take_plan().failures == [late.request_id]
+    late.finished_reason = "error"
+    receipt = engine.end(late)
+    assert receipt.reason is FailureReason.DEADLINE
+    assert "adapter not read" in receipt.detail
+    engine.adapters.gate.set()
+    assert engine.matched(waiting) == 20
+
+
+def test_blocks_of_one_adapter_are_never_anothers(engine: Engine, tmp_path: Path) -> None:
+    """Same message: name, number, folder or written files make other blocks; nothing else does."""
+    message = message_of([engine.put(num_tokens=16, adapter=made_with(b"A"))])
+
+    def salt(lora: FakeLora | None) -> str:
+        request = request_with(message, lora_request=lora)
+        engine.side.on_new_request(request)
+        return request.cache_salt or ""
+
+    lora = put_lora(tmp_path / "a", b"A")
+    salts = [
+        salt(lora),
+        salt(None),
+        salt(FakeLora("other", lora.lora_path)),
+        salt(FakeLora("a", lora.lora_path, 2)),
+        salt(put_lora(tmp_path / "b", b"A")),
+    ]
+    again = salt(FakeLora("a", lora.lora_path))
+    salts.append(salt(put_lora(tmp_path / "a", b"B")))
+    assert again == salts[0]
+    assert len(set(salts)) == len(salts)
+
+
+def test_one_composition_under_two_names_of_an_adapter(engine: Engine, tmp_path: Path) -> None:
+    """Blocks of one name are not those of the other: neither receipt nor row claims it."""
+    artifact = engine.put(num_tokens=32, adapter=made_with(b"A"))
+    message = message_of([artifact])
+    one = put_lora(tmp_path / "a", b"A", "one")
+    tiers = []
+    for name, num_computed_tokens in (("one", 0), ("one", 32), ("two", 0), ("two", 32)):
+        lora = FakeLora(name, one.lora_path, 1 if name == "one" else 2)
+        request = request_with(message, lora_request=lora)
+        engine.run(request, num_computed_tokens)
+        engine.blocks.hold(request.block_hashes[:2])
+        engine.side.take_plan()
+        tiers.append(engine.end(request).items[0].tier)
+    assert tiers == [Tier.REMOTE, Tier.HBM, Tier.DRAM, Tier.HBM]
+    assert [row.digest for row in engine.ledger.rows() if row.tier is Tier.HBM] == [
+        message["composition"]
+    ]
+    engine.blocks.drop(request.block_hashes[:2])
+    engine.side.take_plan()
+    assert [row for row in engine.ledger.rows() if row.tier is Tier.HBM] == []

@@ -11,6 +11,7 @@ import pytest
 import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is imported
 
 # isort: split
+from cartridge_engine_ext.adapter_identity import AdapterIdentities
 from cartridge_engine_ext.artifact_pool import ArtifactPool
 from cartridge_engine_ext.first_load_probe import PASSED
 from cartridge_engine_ext.hbm_census import HbmCensus
@@ -52,7 +53,8 @@ def side(tmp_path: Path) -> Iterator[SchedulerSide]:
         epoch=Epoch("0" * 32),
         placeholder_token_id=PLACEHOLDER,
         gate=SelfTestGate(is_open=True, immovable=None),
-        verdict_of=lambda digest, manifest: PASSED,
+        adapters=AdapterIdentities(),
+        verdict_of=lambda digest, manifest, adapter: PASSED,
         census=HbmCensus(
             ResidencyLedger(),
             group_ids=[0],

@@ -16,6 +16,7 @@ from cartridge_proto.codec import RejectedRecord, unseal
 from cartridge_proto.composition import CompositionMessage
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import (
+    Adapter,
     ConventionKind,
     Manifest,
     PositionLayout,
@@ -298,6 +299,22 @@ async def test_an_artifact_of_another_model_is_incompatible(
     assert reason is FailureReason.INCOMPATIBLE
     assert "model.tokenizer_digest" in detail
     assert client.replica.engine.tier.residents() == {}
+
+
+async def test_an_artifact_of_an_adapter_is_incompatible(
+    start_replica: StartReplica, store: LocalStore, redis_url: str
+) -> None:
+    """A simulated replica serves one base model and no adapters."""
+    manifest = put_sample(store)
+    adapter = Adapter(name="lora", digest=sha256_digest(b"adapter"))
+    changed = msgspec.structs.replace(
+        manifest, model=msgspec.structs.replace(manifest.model, adapter=adapter)
+    )
+    store.put_manifest(changed)
+    client = await start_replica(quick_settings(store, redis_url))
+    reason, detail = await failure_of(client, message_for(changed), redis_url)
+    assert reason is FailureReason.INCOMPATIBLE
+    assert "model.adapter" in detail
 
 
 async def test_a_load_beyond_the_deadline_fails(

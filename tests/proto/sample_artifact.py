@@ -13,6 +13,7 @@ from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import (
     Access,
+    Adapter,
     Blob,
     Card,
     Composition,
@@ -54,6 +55,7 @@ def sample_artifact(
     readers: Iterable[str] = ("*",),
     layout: PositionLayout = PositionLayout.SEQUENTIAL,
     v_scale: ValueScale | None = None,
+    adapter: Adapter | None = None,
     seed: int = 0,
 ) -> tuple[Manifest, bytes]:
     """A valid manifest and the one blob it describes.
@@ -78,7 +80,7 @@ def sample_artifact(
             config_digest=sha256_digest(b"sample config"),
             tokenizer_digest=sha256_digest(b"sample tokenizer"),
             weights_digest=sha256_digest(b"sample weights"),
-            adapter=None,
+            adapter=adapter,
         ),
         geometry=Geometry(
             num_layers=NUM_LAYERS,

@@ -9,11 +9,12 @@ from cartridge_proto.compatibility import (
     EngineIdentity,
     MatchLevel,
     Mismatch,
+    adapter_mismatch,
     incompatibilities,
     match_level,
     unsupported,
 )
-from cartridge_proto.digest import sha256_digest
+from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import (
     Adapter,
     ConventionKind,
@@ -36,7 +37,6 @@ CHANGES: dict[str, object] = {
     "model.config_digest": OTHER,
     "model.tokenizer_digest": OTHER,
     "model.weights_digest": OTHER,
-    "model.adapter": Adapter(name="lora", digest=OTHER),
     "geometry.num_layers": 3,
     "geometry.num_kv_heads": 1,
     "geometry.head_dim_k": 8,
@@ -49,6 +49,7 @@ CHANGES: dict[str, object] = {
 }
 NOT_COMPARED = {
     "model.name": "a label, not an identity",
+    "model.adapter": "the request names it, see `adapter_mismatch`",
     "rope.stored_keys": "a fact of the artifact, see `unsupported`",
     "rope.first_position": "a fact of the artifact, see `unsupported`",
 }
@@ -137,13 +138,28 @@ def test_an_unknown_weights_digest_lowers_the_match_level(side: str) -> None:
     assert match_level(manifest, engine) is MatchLevel.CONFIG
 
 
-def test_a_missing_adapter_is_a_mismatch_on_either_side() -> None:
-    """KV computed with an adapter is not KV of the bare model."""
-    adapter = Adapter(name="lora", digest=OTHER)
+@pytest.mark.parametrize(
+    ("made_with", "served"), [(OTHER, None), (None, OTHER), (OTHER, sha256_digest(b"another"))]
+)
+def test_kv_of_another_adapter_is_a_mismatch(
+    made_with: Digest | None, served: Digest | None
+) -> None:
+    """KV computed with an adapter is neither KV of the bare model nor of another adapter."""
+    adapter = None if made_with is None else Adapter(name="lora", digest=made_with)
     manifest = with_field(MANIFEST, "model.adapter", adapter)
-    found = incompatibilities(manifest, ENGINE)
-    assert fields_of(found) == ["model.adapter"]
-    assert found[0].engine == "null"
+    found = adapter_mismatch(manifest, served)
+    assert found is not None
+    assert found.field == "model.adapter"
+    assert (made_with or "null") in found.artifact
+    assert (served or "null") in found.engine
+
+
+def test_the_adapters_name_is_a_label() -> None:
+    """Equal digests are the same adapter; without one on either side there is nothing to differ."""
+    manifest = with_field(MANIFEST, "model.adapter", Adapter(name="any", digest=OTHER))
+    assert adapter_mismatch(manifest, OTHER) is None
+    assert adapter_mismatch(MANIFEST, None) is None
+    assert incompatibilities(manifest, ENGINE) == []
 
 
 def test_long_values_are_shown_shortened() -> None:
