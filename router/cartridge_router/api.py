@@ -213,13 +213,22 @@ class Api:
     async def models(self, request: web.Request) -> web.Response:
         """Models of all healthy replicas, each once."""
         limits: dict[str, int | None] = {}
+        parents: dict[str, str] = {}
         for replica in self._services.fleet.replicas:
             if replica.is_healthy:
-                for model, limit in replica.models.items():
-                    known = limits.get(model)
+                for model, served in replica.models.items():
+                    known, limit = limits.get(model), served.max_model_len
                     limits[model] = limit if known is None or limit is None else min(known, limit)
+                    if served.parent is not None:
+                        parents[model] = served.parent
         data = [
-            {"id": model, "object": "model", "owned_by": "vllm", "max_model_len": limit}
+            {
+                "id": model,
+                "object": "model",
+                "owned_by": "vllm",
+                "max_model_len": limit,
+                **({"parent": parents[model]} if model in parents else {}),
+            }
             for model, limit in sorted(limits.items())
         ]
         return json_response({"object": "list", "data": data})

@@ -9,7 +9,7 @@ import contextlib
 import http
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +35,23 @@ _SHOWN_BY: dict[int, bool] = {
 class _ModelEntry(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    parent: str | None = None
 
 
 class _ModelList(msgspec.Struct):
     data: list[_ModelEntry]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model of a replica.
+
+    `max_model_len`: context limit in tokens, if it says; an adapter has that of its base model.
+    `parent`: the base model of a LoRA adapter; `None` for a base model.
+    """
+
+    max_model_len: int | None
+    parent: str | None = None
 
 
 @dataclass
@@ -51,8 +64,8 @@ class Replica:
     replica: ReplicaId
     url: str
     is_healthy: bool = False
-    models: dict[str, int | None] = field(default_factory=dict)
-    """Served model -> context limit in tokens, if it says."""
+    models: dict[str, ServedModel] = field(default_factory=dict)
+    """By the name that requests use."""
     has_extension: bool | None = None
     num_in_flight: int = 0
     num_failures: int = 0
@@ -134,7 +147,7 @@ class Fleet:
             ) as answer:
                 answer.raise_for_status()
                 listed = msgspec.json.decode(await answer.read(), type=_ModelList)
-            replica.models = {entry.id: entry.max_model_len for entry in listed.data}
+            replica.models = _served(listed.data)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             replica.num_failures += 1
             if replica.num_failures >= self._num_failures and replica.is_healthy:
@@ -179,3 +192,16 @@ class Fleet:
         ) as answer:
             await answer.read()
             return answer.status
+
+
+def _served(entries: Sequence[_ModelEntry]) -> dict[str, ServedModel]:
+    limits = {entry.id: entry.max_model_len for entry in entries}
+    return {
+        entry.id: ServedModel(
+            limits.get(entry.parent)
+            if entry.max_model_len is None and entry.parent
+            else entry.max_model_len,
+            entry.parent,
+        )
+        for entry in entries
+    }

@@ -31,7 +31,7 @@ from cartridge_router.errors import (
     RouterError,
     UnknownModel,
 )
-from cartridge_router.fleet import Fleet, Replica
+from cartridge_router.fleet import Fleet, Replica, ServedModel
 from cartridge_router.request import ParsedRequest
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import Selection
@@ -156,6 +156,9 @@ class Placer:
             raise _Hindrance("unhealthy")
         if not selection.cartridges:
             return
+        served = replica.models.get(request.model)
+        if served is not None:
+            _check_adapter(request.model, served, selection)
         registration = self._map.registration(replica.replica)
         if registration is None:
             self._check_unregistered(replica)
@@ -167,7 +170,7 @@ class Placer:
                 if mismatches:
                     text = f"{cartridge.manifest.alias}: {mismatches[0]}"
                     raise _Hindrance(text, IncompatibleCartridge)
-        limit = replica.models.get(request.model)
+        limit = served.max_model_len if served is not None else None
         if limit is not None and selection.num_tokens + 1 >= limit:
             raise _Hindrance(
                 f"the Cartridges have {selection.num_tokens} tokens; the context of "
@@ -199,3 +202,17 @@ class Placer:
             if lasting:
                 return UnknownModel(f"no replica serves the model {request.model!r}", param="model")
         return NoEligibleReplica(f"no replica can serve this request ({reasons or 'none is set'})")
+
+
+def _check_adapter(model: str, served: ServedModel, selection: Selection) -> None:
+    """An adapter takes Cartridges of an adapter; of which one, the engine checks by its files."""
+    for cartridge in selection.cartridges:
+        made_with = cartridge.manifest.model.adapter
+        if (made_with is None) is not (served.parent is None):
+            needed = "none" if made_with is None else f"{made_with.name} ({made_with.digest})"
+            found = "a base model" if served.parent is None else f"an adapter of {served.parent}"
+            alias = cartridge.manifest.alias
+            raise _Hindrance(
+                f"{alias}: model.adapter: artifact has {needed}, {model} is {found}",
+                IncompatibleCartridge,
+            )

@@ -187,6 +187,9 @@ def _check_same_model(found: tuple[Cartridge, ...]) -> None:
     models = [cartridge.manifest.model for cartridge in found]
     for field in models[0].__struct_fields__:
         values = [getattr(model, field) for model in models]
+        if field == "adapter":
+            # Their names are labels, as the model's.
+            values = [None if adapter is None else adapter.digest for adapter in values]
         if field != "name" and any(value != values[0] for value in values):
             raise _conflict(f"model.{field}", [str(value) for value in values])
 

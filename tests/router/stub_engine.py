@@ -14,13 +14,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class StubEngine:
-    """A server on a loopback port; `handler` answers every POST. The body is already read."""
+    """A server on a loopback port; `handler` answers every POST. The body is already read.
+
+    `adapters` are listed as vLLM lists LoRA adapters of the model.
+    """
 
     def __init__(self, handler: Handler, *, model: str = "sample") -> None:
         self.url = ""
         self.requests: list[web.Request] = []
         self.bodies: list[bytes] = []
         self.num_open = 0
+        self.adapters: list[str] = []
         self.gone = asyncio.Event()
         self._handler = handler
         self._model = model
@@ -51,8 +55,14 @@ class StubEngine:
         return web.Response()
 
     async def _models(self, _: web.Request) -> web.Response:
-        entry: dict[str, Any] = {"id": self._model, "object": "model", "max_model_len": 4096}
-        return web.Response(body=json.dumps({"object": "list", "data": [entry]}).encode())
+        entries: list[dict[str, Any]] = [
+            {"id": self._model, "object": "model", "max_model_len": 4096, "parent": None}
+        ]
+        entries += [
+            {"id": name, "object": "model", "max_model_len": None, "parent": self._model}
+            for name in self.adapters
+        ]
+        return web.Response(body=json.dumps({"object": "list", "data": entries}).encode())
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())

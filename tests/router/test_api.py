@@ -233,6 +233,20 @@ async def test_each_model_is_listed_once_with_its_smallest_limit(
     ]
 
 
+async def test_an_adapter_is_listed_with_its_base_model(
+    start_stub: StartStub, start_gateway: StartGateway
+) -> None:
+    """As vLLM lists it, so that clients can tell it from a base model."""
+    stub = await start_stub(answer_ok)
+    stub.adapters = ["legal"]
+    gateway = await start_gateway(quick_gateway(stub.url))
+    listed = (await gateway.get("/v1/models")).json["data"]
+    assert [(entry["id"], entry.get("parent")) for entry in listed] == [
+        ("legal", "sample"),
+        ("sample", None),
+    ]
+
+
 async def test_cartridges_are_listed_with_their_residency(
     fleet: Gateway, store: LocalStore
 ) -> None:

@@ -12,7 +12,7 @@ from aiohttp import web
 from cartridge_loadtest.faults import Faults
 from cartridge_proto.residency import ReplicaId
 from cartridge_proto.stores import LocalStore
-from cartridge_router.fleet import Fleet, Replica
+from cartridge_router.fleet import Fleet, Replica, ServedModel
 from tests.loadtest.cartridge_requests import until
 from tests.loadtest.replica_client import MODEL, StartReplica, quick_settings
 from tests.router.stored_cartridges import put_cartridge
@@ -60,7 +60,21 @@ async def test_a_probe_learns_the_models(
     assert not only(fleet).is_healthy
     await fleet.probe(only(fleet))
     assert only(fleet).is_healthy
-    assert only(fleet).models == {MODEL: 8192}
+    assert only(fleet).models == {MODEL: ServedModel(8192)}
+
+
+async def test_adapters_are_told_from_base_models(
+    session: aiohttp.ClientSession, start_stub: StartStub
+) -> None:
+    """An entry with a parent is an adapter, and has the context limit of its base model."""
+    stub = await start_stub(answer_ok)
+    stub.adapters = ["legal"]
+    fleet = fleet_of(session, stub.url)
+    await fleet.probe(only(fleet))
+    assert only(fleet).models == {
+        "sample": ServedModel(4096),
+        "legal": ServedModel(4096, parent="sample"),
+    }
 
 
 async def test_it_takes_several_failures_to_be_unhealthy(

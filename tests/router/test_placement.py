@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 
 import aiohttp
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from cartridge_policies.cartridge_aware import CartridgeAware
 from cartridge_proto.codec import seal
 from cartridge_proto.digest import sha256_digest
-from cartridge_proto.manifest import ConventionKind
+from cartridge_proto.manifest import Adapter, ConventionKind, Manifest
 from cartridge_proto.residency import (
     Epoch,
     Registration,
@@ -21,7 +22,8 @@ from cartridge_proto.residency import (
 )
 from cartridge_proto.stores import LocalStore
 from cartridge_router.catalog import Cartridge
-from cartridge_router.fleet import Fleet
+from cartridge_router.errors import ContextTooLong, IncompatibleCartridge
+from cartridge_router.fleet import Fleet, ServedModel
 from cartridge_router.placement import Placer
 from cartridge_router.request import Route, parse_request
 from cartridge_router.residency_map import ResidencyMap
@@ -35,6 +37,7 @@ from tests.router.killable_redis import KillableRedis
 from tests.router.stored_cartridges import digest_of, put_cartridge
 
 ALIAS = "harbour-rules@1"
+OTHER = sha256_digest(b"other")
 
 
 async def test_a_cartridge_of_another_model_is_a_409_that_names_the_field(
@@ -119,14 +122,12 @@ async def test_cartridges_that_fill_the_context_are_a_422_with_the_numbers(
     assert CHAT not in [request.path for request in clients[0].replica.requests]
 
 
-async def test_a_replica_that_names_no_models_may_serve_any(
-    session: aiohttp.ClientSession, store: LocalStore
-) -> None:
-    """An empty model list says nothing of models and limits; the engine decides."""
-    manifest = put_cartridge(store)
-    replica = ReplicaId("r0")
+def place_on_one(
+    session: aiohttp.ClientSession, models: dict[str, ServedModel], model: str, manifest: Manifest
+) -> ReplicaId:
+    """Place a request with a Cartridge on a fleet of one replica with these models."""
     fleet = Fleet(
-        {replica: "http://127.0.0.1:9"},
+        {ReplicaId("r0"): "http://127.0.0.1:9"},
         session=session,
         probe_interval_s=1.0,
         probe_timeout_s=1.0,
@@ -134,6 +135,7 @@ async def test_a_replica_that_names_no_models_may_serve_any(
     )
     for entry in fleet.replicas:
         entry.is_healthy = entry.has_extension = True
+        entry.models = models
     placer = Placer(
         fleet=fleet,
         residency=ResidencyMap(key=None, stale_after_s=1.0, fallback_after_s=1.0),
@@ -146,8 +148,59 @@ async def test_a_replica_that_names_no_models_may_serve_any(
         SelectedBy.EXPLICIT,
         scope="public",
     )
-    request = parse_request(Route.CHAT, b'{"model":"any"}', {})
-    assert placer.place(request, selection).replica == replica
+    request = parse_request(Route.CHAT, json.dumps({"model": model}).encode(), {})
+    return placer.place(request, selection).replica
+
+
+async def test_a_replica_that_names_no_models_may_serve_any(
+    session: aiohttp.ClientSession, store: LocalStore
+) -> None:
+    """An empty model list says nothing of models and limits; the engine decides."""
+    assert place_on_one(session, {}, "any", put_cartridge(store)) == "r0"
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "found"),
+    [
+        ("legal", False, "artifact has none, legal is an adapter of sample"),
+        ("sample", True, f"artifact has lora ({OTHER}), sample is a base model"),
+        ("legal", True, None),
+        ("sample", False, None),
+    ],
+)
+async def test_an_adapter_takes_cartridges_of_an_adapter_and_a_base_model_others(
+    session: aiohttp.ClientSession,
+    store: LocalStore,
+    model: str,
+    adapter: bool,
+    found: str | None,
+) -> None:
+    """Of which adapter, only the engine can see: here any will do. A misfit names the field."""
+    manifest = put_cartridge(store)
+    if adapter:
+        made_with = msgspec.structs.replace(
+            manifest.model, adapter=Adapter(name="lora", digest=OTHER)
+        )
+        manifest = put_cartridge(store, model=made_with)
+    models = {"sample": ServedModel(4096), "legal": ServedModel(4096, parent="sample")}
+    if found is None:
+        assert place_on_one(session, models, model, manifest) == "r0"
+        return
+    with pytest.raises(IncompatibleCartridge) as refused:
+        place_on_one(session, models, model, manifest)
+    assert f"model.adapter: {found}" in str(refused.value)
+
+
+async def test_cartridges_that_fill_an_adapters_context_are_refused(
+    session: aiohttp.ClientSession, store: LocalStore
+) -> None:
+    """Its limit is that of its base model, which the fleet has noted beside it."""
+    made_with = msgspec.structs.replace(
+        put_cartridge(store).model, adapter=Adapter(name="lora", digest=OTHER)
+    )
+    manifest = put_cartridge(store, num_tokens=99, model=made_with)
+    with pytest.raises(ContextTooLong, match="99 tokens; the context of legal holds 100"):
+        place_on_one(session, {"legal": ServedModel(100, parent="sample")}, "legal", manifest)
 
 
 async def test_a_prompt_that_does_not_fit_behind_the_cartridge_is_a_422(

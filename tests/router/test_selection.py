@@ -5,6 +5,7 @@ import pytest
 
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import (
+    Adapter,
     Composition,
     CompositionClass,
     ConventionKind,
@@ -157,20 +158,38 @@ async def test_sets_that_do_not_go_together_are_a_409_that_names_the_field(
 
 
 @pytest.mark.parametrize(
-    "field", ["architecture", "config_digest", "tokenizer_digest", "weights_digest"]
+    "field", ["architecture", "config_digest", "tokenizer_digest", "weights_digest", "adapter"]
 )
 async def test_cartridges_of_different_models_are_a_409_that_names_the_field(
     start_gateway: StartGateway, clients_url: list[str], store: LocalStore, field: str
 ) -> None:
     """Every part of the model's identity counts, whatever the operator allows."""
     first = put_cartridge(store, "first", seed=1)
-    value = "Other" if field == "architecture" else sha256_digest(b"other")
+    value: object = "Other" if field == "architecture" else sha256_digest(b"other")
+    if field == "adapter":
+        value = Adapter(name="lora", digest=sha256_digest(b"other"))
     other = msgspec.structs.replace(first.model, **{field: value})
     put_cartridge(store, "second", seed=2, model=other)
     gateway = await gateway_of(start_gateway, clients_url, store, allow=True)
     reply = await gateway.ask("first@1", "second@1")
     assert (reply.status, reply.error["code"]) == (409, "cartridge_incompatible")
     assert f"model.{field}" in reply.error["message"]
+
+
+async def test_the_name_of_an_adapter_is_a_label(
+    start_gateway: StartGateway, clients_url: list[str], store: LocalStore
+) -> None:
+    """Two Cartridges of one adapter go together, whatever its builders called it."""
+    for seed, name in enumerate(["first", "second"], start=1):
+        manifest = put_cartridge(store, name, seed=seed)
+        adapter = Adapter(name=f"lora-{name}", digest=sha256_digest(b"adapter"))
+        model = msgspec.structs.replace(manifest.model, adapter=adapter)
+        put_cartridge(store, name, seed=seed, model=model)
+    gateway = await gateway_of(start_gateway, clients_url, store, allow=True)
+    reply = await gateway.ask("first@1", "second@1")
+    # They go together; that the simulated replica serves no adapter is another matter.
+    assert "do not go together" not in reply.error["message"]
+    assert "model.adapter: artifact has lora-first" in reply.error["message"]
 
 
 async def test_the_operator_may_allow_isolated_sets(
