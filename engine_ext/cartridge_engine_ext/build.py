@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from cartridge_engine_ext import identity
+from cartridge_engine_ext.adapted_model import adapted_model
 from cartridge_engine_ext.chat_template import renderer_of, system_turn, tokenize_verbatim
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.latents import stored_latents
@@ -26,6 +28,7 @@ from cartridge_proto.codecs import CODECS
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import (
     Access,
+    Adapter,
     Card,
     ConventionKind,
     Manifest,
@@ -78,6 +81,8 @@ class Builder:
         with_weights_digest: hash the weights, so that engines match by weights.
         say: called with a line for each step that takes a while.
         codec: how blobs are stored; a name of `cartridge_proto.codecs.CODECS`.
+        adapter: folder of a LoRA adapter that the texts are prefilled with.
+        adapter_name: what people call it; default: the folder's name.
         values: `full`, or `e4m3` with a scale for each layer, head and channel. The probe is then
             computed with what the values have become.
     """
@@ -93,6 +98,8 @@ class Builder:
         say: Callable[[str], None],
         codec: str = "identity",
         values: str = "full",
+        adapter: Path | None = None,
+        adapter_name: str | None = None,
     ) -> None:
         if codec not in CODECS:
             raise ConfigurationError(f"codec: {codec!r} is none of {', '.join(CODECS)}")
@@ -111,6 +118,16 @@ class Builder:
             raise ConfigurationError(f"values: {values}: a latent model stores no values")
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+        if adapter is not None:
+            say(f"adapter: {adapter}")
+            self._model = adapted_model(self._model, adapter)
+            self._identity = msgspec.structs.replace(
+                self._identity,
+                adapter=Adapter(
+                    name=adapter_name or adapter.resolve().name,
+                    digest=identity.adapter_digest(adapter),
+                ),
+            )
 
     def build(self, source: Source) -> Built:
         """Prefill, store and name one text.

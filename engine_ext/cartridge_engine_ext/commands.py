@@ -31,6 +31,10 @@ class BuildCommand:
         add = parser.add_argument
         add("--model", required=True, type=Path, help="Hugging Face folder of the model")
         add("--model-name", help="name of the model that people use; default: the folder's name")
+        add("--adapter", type=Path, help="folder of a LoRA adapter to prefill with")
+        add(
+            "--adapter-name", help="name of the adapter that people use; default: the folder's name"
+        )
         add("--text", required=True, action="append", type=Path, help="text file; may be repeated")
         add("--name", required=True, action="append", help="name of each Cartridge, in order")
         add("--title", action="append", default=[], help="title of each, in order")
@@ -87,6 +91,8 @@ class BuildCommand:
                 say=lambda line: print(line, file=sys.stderr, flush=True),
                 codec=args.codec,
                 values=args.values,
+                adapter=args.adapter,
+                adapter_name=args.adapter_name,
             )
             for index, (file, name) in enumerate(zip(args.text, args.name, strict=True)):
                 built = builder.build(
