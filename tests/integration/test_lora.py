@@ -192,11 +192,15 @@ def test_a_second_name_of_the_adapter_reads_the_same_artifact(fleet: Fleet, work
 
 
 def test_adapters_in_one_batch_do_not_see_each_other(fleet: Fleet, work: Path) -> None:
-    """Three requests at once, each under its own adapter and with its own artifact."""
+    """Requests at once, each under its own adapter and with its own artifact.
+
+    Without the base model: vLLM computes its tokens with an adapter when there is one in the batch
+    (docs/compatibility.md).
+    """
     expected, calls = [], []
-    for index, model in enumerate((MODEL_NAME, "a", "b")):
+    for index, model in enumerate(("a", "b", "a")):
         document = document_tokens(NUM_TOKENS, seed=1210 + index, ids=IDS)
-        put(fleet, f"batch-{index}", None if model == MODEL_NAME else work / model, document)
+        put(fleet, f"batch-{index}", work / model, document)
         expected.append(ordinary(fleet, model, document))
         calls.append(_call(fleet, model, f"batch-{index}@1"))
     for one, other in zip(expected, _at_once(calls), strict=True):
