@@ -12,14 +12,15 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from cartridge_engine_ext import agent_wire as wire
 from cartridge_engine_ext.dram_pool import DramPool
 from cartridge_engine_ext.dram_tier import Artifact
 from cartridge_engine_ext.errors import ConfigurationError, Refusal
+from cartridge_engine_ext.ordered_work import OrderedWork
 from cartridge_engine_ext.sealed_memory import SealedMemory
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import encode_manifest
@@ -79,7 +80,7 @@ class AgentService:
         self._engines: set[_Engine] = set()
         self._threads: set[threading.Thread] = set()
         self._pool: DramPool | None = None
-        self._slow = ThreadPoolExecutor(NUM_SLOW_THREADS, thread_name_prefix="agent-slow")
+        self._slow = OrderedWork(NUM_SLOW_THREADS, "agent-slow")
         self._is_stopping = False
         self.num_refused = 0
         """Connections that were refused or ended for what they said."""
@@ -105,7 +106,7 @@ class AgentService:
         for thread in [self._acceptor, *self._threads]:
             if thread.is_alive():
                 thread.join(wire.SILENCE_S)
-        self._slow.shutdown(wait=False, cancel_futures=True)
+        self._slow.stop()
 
     @property
     def num_engines(self) -> int:
@@ -271,13 +272,22 @@ class AgentService:
                 self._the_pool.expect(wire.as_digest(digest), at_s)
             case wire.Pin(request, digest, owner, deadline_ms):
                 pin = _pinning(self._the_pool, wire.as_digest(digest), owner, deadline_ms / 1000)
-                self._slow.submit(_answer, engine.channel, request, pin)
+                self._slow.submit((digest, owner), partial(_answer, engine.channel, request, pin))
             case wire.Unpin(request, digest, owner):
-                unpin = _unpinning(self._the_pool, wire.as_digest(digest), owner)
-                _answer(engine.channel, request, unpin)
+                unpin = partial(
+                    _answer,
+                    engine.channel,
+                    request,
+                    _unpinning(self._the_pool, wire.as_digest(digest), owner),
+                )
+                if self._slow.is_idle((digest, owner)):
+                    unpin()  # waits for nothing
+                else:
+                    # Behind the pin that it ends.
+                    self._slow.submit((digest, owner), unpin)
             case wire.Evict(digest):
                 # May wait for other engines, and for what this one is about to say.
-                self._slow.submit(self._the_pool.evict, wire.as_digest(digest))
+                self._slow.submit(digest, partial(self._the_pool.evict, wire.as_digest(digest)))
             case wire.Hello():
                 self._refuse("a second hello")
 

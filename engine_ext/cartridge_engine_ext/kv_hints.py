@@ -10,8 +10,8 @@ in `kv_transfer_params` there.
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from functools import partial
 from threading import BoundedSemaphore
 from typing import Annotated, Any
 
@@ -20,6 +20,7 @@ import msgspec
 from cartridge_engine_ext.dram_tier import MAX_PREFETCH_PRIORITY, DramTier
 from cartridge_engine_ext.errors import Refusal
 from cartridge_engine_ext.hbm_census import HbmCensus
+from cartridge_engine_ext.ordered_work import OrderedWork
 from cartridge_proto.digest import Digest, DigestText
 from cartridge_proto.residency import Tier
 
@@ -91,6 +92,9 @@ class _Evict(msgspec.Struct, forbid_unknown_fields=True):
 class KvHints:
     """Runs the actions of envelopes on threads of its own. `take` returns at once.
 
+    Actions on one digest take effect in the order they came; a pin that waits for its load holds
+    back those behind it, until its deadline at the latest.
+
     `on_outcome(action_type, outcome)` is called for each action, on any thread; the type of what is
     not one of ours is `other`.
     """
@@ -105,7 +109,7 @@ class KvHints:
         self._dram = dram
         self._census = census
         self._on_outcome = on_outcome
-        self._executor = ThreadPoolExecutor(2, thread_name_prefix="kv-hints")
+        self._work = OrderedWork(2, "kv-hints")
         self._pending = BoundedSemaphore(MAX_PENDING)
         self._actions: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
             "cartridge.prefetch": (_Prefetch, self._prefetch),
@@ -128,7 +132,7 @@ class KvHints:
 
     def stop(self) -> None:
         """Start nothing more."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._work.stop()
 
     def _start(self, action: _Action) -> None:
         known = self._actions.get(action.action_type)
@@ -145,9 +149,8 @@ class KvHints:
         if not self._pending.acquire(blocking=False):
             self._on_outcome(action.action_type, HintOutcome.DROPPED)
             return
-        try:
-            self._executor.submit(self._run, action.action_type, run, payload)
-        except RuntimeError:  # stopped
+        work = partial(self._run, action.action_type, run, payload)
+        if not self._work.submit(payload.digest, work):
             self._pending.release()
             self._on_outcome(action.action_type, HintOutcome.DROPPED)
 

@@ -274,6 +274,37 @@ def test_pins_are_for_all_engines(machine: Machine) -> None:
     assert agent.pool.holding(digests[0]) is not None
 
 
+def test_an_unpin_waits_for_the_pin_that_it_ends(machine: Machine) -> None:
+    """One that comes while its pin still loads leaves no pin behind; other pins do not wait."""
+    agent = machine.start_agent()
+    digest, other = (put_sample(machine.store, seed=seed)[0] for seed in (1, 2))
+    machine.store.gate.clear()
+    answers = msgspec.msgpack.Decoder(wire.AgentMessage)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(WAIT_S)
+        connection.connect(str(machine.socket))
+
+        def done() -> int:
+            while True:
+                message = answers.decode(connection.recv(wire.MAX_PACKET_BYTES))
+                if isinstance(message, wire.Done):
+                    return message.request
+
+        for message in (
+            wire.Hello(wire.PROTOCOL_VERSION, "bare"),
+            wire.Pin(1, digest, "operator", 30_000),
+            wire.Unpin(2, digest, "operator"),
+            wire.Unpin(3, other, "operator"),
+        ):
+            connection.send(msgspec.msgpack.encode(message))
+        assert done() == 3
+        machine.store.gate.set()
+        assert [done(), done()] == [1, 2]
+    holding = agent.pool.holding(digest)
+    assert holding is not None
+    assert holding.pinned_by == ()
+
+
 def test_pins_are_announced_and_end_with_the_agent(machine: Machine) -> None:
     """First pin, last unpin, and the loss of the agent that kept it; then the memory is free."""
     agent = machine.start_agent()

@@ -36,8 +36,9 @@ class Around:
 
     def __init__(self, folder: Path) -> None:
         self.outcomes: list[tuple[str, HintOutcome]] = []
+        self.store = ObservedStore(folder)
         self.pool = ArtifactPool(
-            store=ObservedStore(folder),
+            store=self.store,
             engine=engine_of(sample_artifact()[0]),
             capacity_bytes=1 << 20,
             num_loaders=1,
@@ -110,6 +111,27 @@ def test_pin_unpin_evict(around: Around) -> None:
     assert around.take("cartridge.unpin", digest=around.artifact) is HintOutcome.DONE
     around.take("cartridge.evict", digest=around.artifact)
     assert not around.is_ready(around.artifact)
+
+
+@pytest.mark.parametrize(
+    ("names", "pinned_by"),
+    [(["pin", "unpin"], ()), (["unpin", "pin"], (HINT_OWNER,)), (["pin", "unpin", "evict"], None)],
+)
+def test_hints_of_one_digest_keep_their_order(
+    names: list[str], pinned_by: tuple[str, ...] | None, around: Around
+) -> None:
+    """What comes while a pin waits for its load waits behind it; other digests go on."""
+    other, _ = put_sample(around.store, seed=2)
+    around.store.gate.clear()
+    actions = [(f"cartridge.{name}", "1.0", {"digest": around.artifact}) for name in names]
+    around.hints.take(envelope(actions))
+    around.take("cartridge.prefetch", digest=other)
+    around.store.gate.set()
+    until(lambda: len(around.outcomes) == len(names) + 1)
+    ended = [action for action, _ in around.outcomes if action != "cartridge.prefetch"]
+    assert ended == [action for action, *_ in actions]
+    holding = around.pool.holding(around.artifact)
+    assert (holding.pinned_by if holding is not None else None) == pinned_by
 
 
 def test_pin_in_hbm(around: Around) -> None:
