@@ -77,6 +77,7 @@ class LoadResult:
 
     size_bytes: int
     write_s: float
+    """From the step that began it, so with the time that loads before it took."""
     error: str | None
 
 

@@ -87,7 +87,11 @@ class _VirtualRequest:
     num_loads: int = 0
     loaded_bytes: int = 0
     load_s: float = 0.0
-    wait_s: float | None = None
+    """Seconds that it waited for its prefix, in waits that are over."""
+    waiting_since_s: float | None = None
+    """When its wait for bytes, verdicts or another request's load began; `None` = it has none."""
+    was_scheduled: bool = False
+    """Its prefix was asked for, and nothing had to be waited for any longer."""
     is_acquired: bool = False
     is_counted: bool = False
     """Listed in the census of prefixes in HBM."""
@@ -102,6 +106,18 @@ class _VirtualRequest:
     def deadline_s(self) -> float:
         begin_s = self.received_s if self.reloaded_s is None else self.reloaded_s
         return begin_s + self.message.deadline_ms / 1000
+
+    def begin_wait(self) -> None:
+        """It was asked for its prefix and has to wait: for the first one, from its arrival."""
+        if self.waiting_since_s is None:
+            self.waiting_since_s = time.monotonic() if self.was_scheduled else self.received_s
+
+    def end_wait(self) -> None:
+        """It need not wait any longer."""
+        self.was_scheduled = True
+        if self.waiting_since_s is not None:
+            self.load_s += time.monotonic() - self.waiting_since_s
+            self.waiting_since_s = None
 
     @property
     def digests(self) -> list[Digest]:
@@ -231,9 +247,11 @@ class SchedulerSide:
         if missing and tracked.refusal is None:
             try:
                 if not self._is_loaded(tracked) or self._is_coming(request, missing):
+                    tracked.begin_wait()
                     return None, False
             except Refusal as refusal:
                 tracked.refusal = refusal
+        tracked.end_wait()
         return missing, missing > 0
 
     def after_allocation(
@@ -331,6 +349,7 @@ class SchedulerSide:
 
     def _end(self, tracked: _VirtualRequest, *, has_error: bool) -> Receipt | None:
         """A request and its last load are over."""
+        tracked.end_wait()
         self._release(tracked)
         receipt = self._receipt(tracked, has_error=has_error)
         if receipt is not None and not tracked.is_proof:
@@ -491,7 +510,6 @@ class SchedulerSide:
             if not (tracked.is_proof or self._are_probed(tracked, ready)):
                 return False
             tracked.is_checked = True
-            tracked.wait_s = time.monotonic() - tracked.received_s
         return True
 
     def _have_its_adapter(self, tracked: _VirtualRequest, artifacts: Sequence[Artifact]) -> bool:
@@ -619,7 +637,7 @@ class SchedulerSide:
             num_reused_tokens=num_reused,
             num_loads=tracked.num_loads,
             loaded_bytes=tracked.loaded_bytes,
-            load_s=(tracked.wait_s or 0.0) + tracked.load_s,
+            load_s=tracked.load_s,
         )
 
     def _refused_receipt(self, doomed: _Doomed) -> Receipt:

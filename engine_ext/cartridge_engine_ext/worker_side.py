@@ -167,8 +167,9 @@ class WorkerSide:
         with self._lock:
             self._finished.update(plan.failures)
             self._failed.update(plan.failures)
+        planned_s = time.monotonic()
         for load in plan.loads:
-            self._executor.submit(self._run, load)
+            self._executor.submit(self._run, load, planned_s)
 
     def finish_step(self, plan: LoadPlan) -> None:
         """Read back what the self-test asked for; the forward pass has run."""
@@ -194,16 +195,15 @@ class WorkerSide:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     # --- on the writing thread -------------------------------------------------------------------
-    def _run(self, load: Load) -> None:
+    def _run(self, load: Load, planned_s: float) -> None:
         """Write one load. One that fails fails its request only."""
-        started_s = time.monotonic()
         error = None
         try:
             size_bytes = self._write(load)
         except Exception as caught:
             logger.exception("request %s: virtual prefix not written", load.request_id)
             error, size_bytes = f"{type(caught).__name__}: {caught}", 0
-        result = LoadResult(size_bytes, time.monotonic() - started_s, error)
+        result = LoadResult(size_bytes, time.monotonic() - planned_s, error)
         with self._lock:
             # The result first: vLLM asks what has ended, then for the report, in that order.
             self._results[load.request_id] = result

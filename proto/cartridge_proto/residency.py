@@ -133,3 +133,7 @@ class Receipt(_Record, frozen=True, kw_only=True):
     """Times KV was written: 0 when the prefix cache held all, 1 more when preemption lost it."""
     loaded_bytes: NonNegative
     load_s: Seconds
+    """Seconds that the request waited for its prefix: from its arrival, or from the loss of its
+    blocks, for bytes, checks and probes, for another request's load of the same prefix, and until
+    its own was written. 0 when nothing had to come; a wait for the scheduler alone is not in it.
+    """

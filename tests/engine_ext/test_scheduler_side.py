@@ -67,6 +67,7 @@ from tests.engine_ext.stored_artifacts import (
     put_artifact,
     put_sample,
 )
+from tests.engine_ext.waiting import until
 from tests.proto.sample_artifact import engine_of, sample_artifact
 
 PLACEHOLDER = 49_152
@@ -788,6 +789,62 @@ def test_blocks_that_came_while_a_request_waited(engine: Engine) -> None:
     receipt = engine.end(request)
     assert (receipt.num_loads, receipt.loaded_bytes, receipt.load_s) == (0, 0, 0.0)
     assert (receipt.num_reused_tokens, receipt.items[0].tier) == (32, Tier.REMOTE)
+
+
+def waited_s(engine: Engine, request: FakeRequest) -> float:
+    """Let time pass while a request waits; returns for how long it did at least."""
+    assert engine.side.num_matched_tokens(request, 0) == (None, False)
+    started_s = time.monotonic()
+    until(lambda: time.monotonic() > started_s + 0.1)
+    return time.monotonic() - started_s
+
+
+def test_the_wait_for_anothers_load_is_in_the_receipt(engine: Engine) -> None:
+    """Whether the blocks that came then are shared, or the loader failed and it loads itself."""
+    artifact = engine.put(num_tokens=32)
+    first, shares, loads = (request_with(message_of([artifact])) for _ in range(3))
+    engine.use(artifact)
+    for request in (first, shares, loads):
+        engine.side.on_new_request(request)
+    engine.schedule(first)
+    waits_s = [waited_s(engine, request) for request in (shares, loads)]
+    engine.write(LoadResult(1, 0.0, None))
+    engine.schedule(shares, num_computed_tokens=32)
+    engine.schedule(loads)
+    engine.write(LoadResult(1, 0.5, None))
+    for request, wait_s, write_s in zip((shares, loads), waits_s, (0.0, 0.5), strict=True):
+        assert engine.end(request).load_s >= wait_s + write_s
+    assert engine.end(first).load_s == 0.0
+
+
+def test_the_wait_after_blocks_were_lost_is_in_the_receipt(engine: Engine) -> None:
+    """A request that ran from HBM, lost its blocks, and has to fetch the artifact anew."""
+    artifact = engine.put(num_tokens=32)
+    engine.run(first := request_with(message_of([artifact])))
+    engine.blocks.hold(first.block_hashes[:2])
+    engine.end(first)
+    engine.side.take_plan()
+    assert engine.pool.evict(artifact[0]) is None
+    long = request_with(message_of([artifact]))
+    engine.run(long, num_computed_tokens=32)
+    engine.blocks.drop(first.block_hashes[:2])
+    engine.store.gate.clear()
+    wait_s = waited_s(engine, long)
+    engine.store.gate.set()
+    engine.schedule(long)
+    engine.write(LoadResult(1, 0.0, None))
+    assert engine.end(long).load_s >= wait_s
+
+
+def test_a_queue_without_a_wait_is_no_load(engine: Engine) -> None:
+    """A request whose bytes are there when its turn comes has waited for the scheduler only."""
+    artifact = engine.put(num_tokens=20)
+    engine.use(artifact)
+    request = request_with(message_of([artifact]))
+    engine.side.on_new_request(request)
+    engine.schedule(request)
+    engine.write(LoadResult(1, 0.5, None))
+    assert engine.end(request).load_s == 0.5
 
 
 def test_each_artifact_has_its_own_tier(engine: Engine) -> None:

@@ -250,6 +250,18 @@ def test_a_report_counts_bytes_and_seconds() -> None:
     assert side.take_report() is None
 
 
+def test_a_load_counts_its_time_behind_others() -> None:
+    """A small load that is planned with a large one is done after it, and says so."""
+    side, _ = worker(Packed())
+    with sealed(7, 3) as sources:
+        large = load_of(sources, 0, [1, 2, 3])
+        small = load_of(sources, 9, [4, 5, 6], request_id="small")
+        write(side, LoadPlan(loads=[large, small]))
+    report = side.take_report()
+    assert report is not None
+    assert report.results["small"].write_s > report.results["r"].write_s
+
+
 # --- failures ------------------------------------------------------------------------------------
 def test_memory_that_is_gone_fails_its_request_only() -> None:
     """Exactly that request is reported as failed; the other load of the step is whole."""
