@@ -23,6 +23,7 @@ MAX_OBSERVATIONS = 4096
 LABELS = {
     names.METRIC_ENGINE_REQUESTS: ("tier", "tenant"),
     names.METRIC_ENGINE_TOKENS: ("tier", "tenant"),
+    names.METRIC_ENGINE_ABANDONED: ("tenant",),
     names.METRIC_ENGINE_REFUSALS: ("reason",),
     names.METRIC_ENGINE_LOADED_BYTES: ("tenant",),
     names.METRIC_ENGINE_LOAD_SECONDS: ("tier",),
@@ -55,14 +56,17 @@ class Activity:
     def note_receipt(self, receipt: Receipt, tenant: str) -> None:
         """A request has ended; a served one counts for the slowest tier it read from."""
         with self._lock:
-            if receipt.status is not ReceiptStatus.SERVED:
+            if receipt.status is ReceiptStatus.FAILED:
                 self._count(names.METRIC_ENGINE_REFUSALS, str(receipt.reason), amount=1)
                 return
             label = self._tenant(tenant)
+            self._count(names.METRIC_ENGINE_LOADED_BYTES, label, amount=receipt.loaded_bytes)
+            if receipt.status is ReceiptStatus.ABANDONED:
+                self._count(names.METRIC_ENGINE_ABANDONED, label, amount=1)
+                return
             tier = max((item.tier for item in receipt.items), key=list(Tier).index)
             self._count(names.METRIC_ENGINE_REQUESTS, tier, label, amount=1)
             self._count(names.METRIC_ENGINE_TOKENS, tier, label, amount=receipt.num_virtual_tokens)
-            self._count(names.METRIC_ENGINE_LOADED_BYTES, label, amount=receipt.loaded_bytes)
             self._observe(names.METRIC_ENGINE_LOAD_SECONDS, tier, value=receipt.load_s)
 
     def note_entered(self, digest: Digest, tier: Tier, size_bytes: int) -> None:

@@ -101,6 +101,8 @@ class _VirtualRequest:
     """Of that load, from the workers that have told so far."""
     has_error: bool | None = None
     """How the request ended while its load went on; `None` while it lives."""
+    is_abandoned: bool = False
+    """Its client has left before its prefix was whole."""
 
     @property
     def deadline_s(self) -> float:
@@ -314,7 +316,10 @@ class SchedulerSide:
             return None
         receipt: Receipt | None = None
         if isinstance(tracked, _VirtualRequest):
-            tracked.has_error = str(request.get_finished_reason()) == "error"
+            ended_by = str(request.get_finished_reason())
+            tracked.has_error = ended_by == "error"
+            # After that vLLM calls so what its API server ended, for a stop string for example.
+            tracked.is_abandoned = ended_by == "abort" and tracked.ready_ns is None
             if tracked.is_loading:
                 # Workers still read its artifacts: the rest when they have ended.
                 return None
@@ -347,12 +352,12 @@ class SchedulerSide:
         """Whether none is taken and none is left."""
         return self._is_draining and not self._tracked
 
-    def _end(self, tracked: _VirtualRequest, *, has_error: bool) -> Receipt | None:
+    def _end(self, tracked: _VirtualRequest, *, has_error: bool) -> Receipt:
         """A request and its last load are over."""
         tracked.end_wait()
         self._release(tracked)
         receipt = self._receipt(tracked, has_error=has_error)
-        if receipt is not None and not tracked.is_proof:
+        if not tracked.is_proof:
             ready_ns = tracked.ready_ns or time.time_ns()
             self._on_ended(
                 EndedPrefix(
@@ -610,12 +615,13 @@ class SchedulerSide:
             del self._tracked[request_id]
 
     # --- receipts --------------------------------------------------------------------------------
-    def _receipt(self, tracked: _VirtualRequest, *, has_error: bool) -> Receipt | None:
+    def _receipt(self, tracked: _VirtualRequest, *, has_error: bool) -> Receipt:
         refusal = tracked.refusal
         if refusal is None and has_error:
             refusal = Refusal(FailureReason.INTERNAL, "the engine failed the request")
-        if refusal is None and tracked.num_reused_tokens is None:
-            return None  # given up by the client before it was scheduled
+        status = ReceiptStatus.FAILED
+        if refusal is None:
+            status = ReceiptStatus.ABANDONED if tracked.is_abandoned else ReceiptStatus.SERVED
         num_reused = tracked.num_reused_tokens or 0
         num_full = tracked.message.num_tokens // self._engine.block_size * self._engine.block_size
         is_in_hbm = tracked.was_in_hbm and num_reused >= num_full
@@ -623,7 +629,7 @@ class SchedulerSide:
             replica=self._replica,
             epoch=self._epoch,
             request_id=tracked.message.request_id,
-            status=ReceiptStatus.SERVED if refusal is None else ReceiptStatus.FAILED,
+            status=status,
             reason=None if refusal is None else refusal.reason,
             detail="" if refusal is None else refusal.detail[:_MAX_DETAIL],
             items=[

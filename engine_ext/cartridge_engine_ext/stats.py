@@ -23,6 +23,7 @@ _RESIDENCY_SECONDS = (1, 10, 60, 300, 1800, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 
 _COUNTERS = {
     names.METRIC_ENGINE_REQUESTS: "Requests served with Cartridges, by their slowest tier.",
     names.METRIC_ENGINE_TOKENS: "Virtual tokens served, by the slowest tier of their request.",
+    names.METRIC_ENGINE_ABANDONED: "Requests whose clients left before their prefix was whole.",
     names.METRIC_ENGINE_REFUSALS: "Requests whose Cartridges could not be served.",
     names.METRIC_ENGINE_LOADED_BYTES: "Bytes of keys and values written to the KV cache.",
     names.METRIC_ENGINE_ENTERED: "Artifacts (hbm: compositions) that came to a tier.",

@@ -62,6 +62,6 @@ class PrefixSpans:
             attributes=attributes,
             start_time=start_ns,
         )
-        if receipt.status is not ReceiptStatus.SERVED:
+        if receipt.status is ReceiptStatus.FAILED:
             span.set_status(Status(StatusCode.ERROR, receipt.detail))
         span.end(end_ns)

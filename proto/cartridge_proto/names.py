@@ -141,6 +141,7 @@ ATTR_MODEL: Final = "gen_ai.request.model"
 # Prometheus metrics of the engine extension, beside vLLM's own.
 METRIC_ENGINE_REQUESTS: Final = "cartridge_engine_requests"
 METRIC_ENGINE_TOKENS: Final = "cartridge_engine_tokens"
+METRIC_ENGINE_ABANDONED: Final = "cartridge_engine_abandoned"
 METRIC_ENGINE_REFUSALS: Final = "cartridge_engine_refusals"
 METRIC_ENGINE_LOADED_BYTES: Final = "cartridge_engine_loaded_bytes"
 METRIC_ENGINE_LOAD_SECONDS: Final = "cartridge_engine_load_seconds"

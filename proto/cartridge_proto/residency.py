@@ -90,6 +90,8 @@ class ReceiptStatus(StrEnum):
 
     SERVED = "served"
     FAILED = "failed"
+    ABANDONED = "abandoned"
+    """Given up by its client before the prefix was whole."""
 
 
 class FailureReason(StrEnum):

@@ -14,7 +14,7 @@ from aiohttp import web
 from cartridge_policies import POLICIES
 from cartridge_policies.cost import CostPriors
 from cartridge_policies.types import MapMode
-from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReplicaId
+from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReceiptStatus, ReplicaId
 from cartridge_proto.stores import open_store
 from cartridge_router.api import Api, Services, openai_errors
 from cartridge_router.catalog import Catalog
@@ -129,7 +129,8 @@ def _construct(
         served = max(
             (item.tier for item in receipt.items), key=TIERS_FASTEST_FIRST.index, default=None
         )
-        if predicted is not None and served is not None and served is not predicted:
+        is_known = receipt.status is not ReceiptStatus.ABANDONED
+        if is_known and predicted is not None and served is not None and served is not predicted:
             metrics.mispredictions.labels(predicted.value, served.value).inc()
         receipts.note(receipt)
 

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import msgspec
 import prometheus_client
 
 import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is imported
@@ -70,6 +71,17 @@ def test_a_refusal_counts_by_reason() -> None:
     activity = Activity()
     activity.note_receipt(receipt(reason=FailureReason.DEADLINE), "tenant-a")
     assert taken(activity) == {names.METRIC_ENGINE_REFUSALS: {("deadline",): 1}}
+
+
+def test_a_request_that_was_given_up_is_not_served() -> None:
+    """It has a count of its own; the bytes that were written for it count."""
+    activity = Activity()
+    given_up = msgspec.structs.replace(receipt(Tier.DRAM), status=ReceiptStatus.ABANDONED)
+    activity.note_receipt(given_up, "tenant-a")
+    assert taken(activity) == {
+        names.METRIC_ENGINE_ABANDONED: {("tenant-a",): 1},
+        names.METRIC_ENGINE_LOADED_BYTES: {("tenant-a",): 1000},
+    }
 
 
 def test_tiers() -> None:

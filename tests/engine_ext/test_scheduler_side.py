@@ -672,6 +672,7 @@ def test_a_load_ends_when_all_workers_have_ended_it(engine: Engine) -> None:
     engine.side.take_output(LoadReport({load.request_id: second}), [load.request_id])
     assert [num_users for _, num_users in engine.pool.residents()] == [0]
     (receipt,) = engine.receipts
+    assert (receipt.status, receipt.reason) == (ReceiptStatus.ABANDONED, None)
     assert (receipt.loaded_bytes, receipt.num_loads) == (600, 1)
     assert 0.5 <= receipt.load_s < 0.75 + WAIT_S
 
@@ -878,15 +879,23 @@ def test_an_engine_error_is_in_the_receipt(engine: Engine) -> None:
     assert (receipt.status, receipt.reason) == (ReceiptStatus.FAILED, FailureReason.INTERNAL)
 
 
-def test_a_request_given_up_while_it_waited_has_no_receipt(engine: Engine) -> None:
-    """A client that leaves before its request was scheduled frees the artifact silently."""
+def test_a_request_given_up_while_it_waited_was_not_served(engine: Engine) -> None:
+    """A client that leaves before its request was scheduled frees the artifact."""
     digest, manifest = engine.put()
     request = request_with(message_of([(digest, manifest)]), finished_reason="abort")
     engine.side.on_new_request(request)
     engine.pool.wait(digest, WAIT_S)
-    assert engine.side.finish(request) is None
-    assert engine.receipts == []
+    receipt = engine.end(request)
+    assert (receipt.status, receipt.reason) == (ReceiptStatus.ABANDONED, None)
+    assert (receipt.num_loads, receipt.num_reused_tokens) == (0, 0)
     assert [num_users for _, num_users in engine.pool.residents()] == [0]
+
+
+def test_a_request_given_up_while_it_decoded_was_served(engine: Engine) -> None:
+    """Its prefix was whole: vLLM calls so also what ended with a stop string."""
+    request = request_with(message_of([engine.put()]), finished_reason="abort")
+    engine.run(request)
+    assert engine.end(request).status is ReceiptStatus.SERVED
 
 
 def test_a_use_ends_exactly_once(engine: Engine) -> None:
