@@ -1,7 +1,7 @@
 """Which compositions are whole in vLLM's own KV blocks, and which of them are pinned there.
 
-Owns the look at vLLM's prefix cache after each scheduling step, and the references that pins hold
-on blocks. Refuses to allocate blocks or to evict any: that is vLLM's.
+Owns the look at vLLM's prefix cache after each scheduling step and when it is reset, and the
+references that pins hold on blocks. Refuses to allocate blocks or to evict any: that is vLLM's.
 
 Reads the block pool that vLLM hands to connectors instead of its KV cache events: those are on
 only where the operator publishes them (docs/decisions/0006-hbm-residency.md).
@@ -9,7 +9,7 @@ only where the operator publishes them (docs/decisions/0006-hbm-residency.md).
 
 import logging
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -45,6 +45,10 @@ class BlockPool(Protocol[BlockT]):
         """Give references back; the first block is evicted first."""
         ...
 
+    def unpin_blocks(self, blocks: Iterable[BlockT], on_reuse: Callable[[BlockT], None]) -> None:
+        """Give references back; be told when a block is given out anew or the cache is reset."""
+        ...
+
 
 @dataclass
 class _Prefix:
@@ -55,6 +59,8 @@ class _Prefix:
     """Artifacts of the positions after the last full block; each request loads these anew."""
     size_bytes: int
     is_whole: bool = False
+    is_watched: bool = False
+    """VLLM will tell when its first block goes."""
     num_users: int = 0
     pinned_blocks: list[object] = field(default_factory=list)
 
@@ -69,7 +75,8 @@ class HbmCensus:
     A prefix is whole while all of its full blocks are in the prefix cache, and the artifacts of
     the positions behind them are in dram. vLLM gives the blocks of a request back from its end, so
     the last full block goes first: that one is looked up after every step, all blocks of one
-    prefix in turn besides.
+    prefix in turn besides. No step follows when an idle engine's prefix cache is reset, so vLLM is
+    asked to tell of each first block, and no step when the tail leaves dram, which the ledger sees.
     """
 
     def __init__(
@@ -151,8 +158,9 @@ class HbmCensus:
             must_check_all = index == checked_whole or not prefix.is_whole
             is_there = self._is_there(prefix, must_check_all=must_check_all)
             is_whole = is_there and self._has_tail(prefix)
-            if is_whole and not prefix.is_whole:
-                self._ledger.enter(composition, Tier.HBM, prefix.size_bytes)
+            if is_whole and not (prefix.is_whole and self._is_listed(composition, prefix)):
+                self._ledger.enter_hbm(composition, prefix.size_bytes, prefix.tail_digests)
+                self._watch(composition, prefix)
                 # A pin outlives the row: the tail may leave dram and come again.
                 is_pinned = bool(prefix.pinned_blocks)
                 self._ledger.set_pinned(composition, Tier.HBM, is_pinned=is_pinned)
@@ -262,7 +270,31 @@ class HbmCensus:
             self._pool.free_blocks(prefix.pinned_blocks[::-1])
         prefix.pinned_blocks = []
 
+    # --- between steps ---------------------------------------------------------------------------
+    def _watch(self, composition: Digest, prefix: _Prefix) -> None:
+        """Withdraw a prefix as soon as its first block is given out or the cache is reset."""
+        if prefix.is_watched or self._pool is None:
+            return
+        first = self._pool.get_cached_block(prefix.block_hashes[0], self._group_ids)
+        if first is None:
+            return
+
+        def withdraw(block: object) -> None:
+            prefix.is_watched = False
+            if prefix.is_whole and self._prefixes.get(composition) is prefix:
+                prefix.is_whole = False
+                self._ledger.leave(composition, Tier.HBM)
+
+        prefix.is_watched = True
+        # A reference for no time: what is asked for is to be told.
+        self._pool.touch(first)
+        self._pool.unpin_blocks(first, withdraw)
+
     # --- look-ups --------------------------------------------------------------------------------
+    def _is_listed(self, composition: Digest, prefix: _Prefix) -> bool:
+        """Whether the row is there still; that of a prefix with a tail may go between steps."""
+        return not prefix.tail_digests or Tier.HBM in self._ledger.tiers(composition)
+
     def _is_there(self, prefix: _Prefix, *, must_check_all: bool) -> bool:
         if self._pool is None:
             return False

@@ -8,8 +8,8 @@ and before it is given back.
 import contextlib
 import queue
 import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,6 +61,8 @@ class _Holding:
     sizes: dict[Tier, int] = field(default_factory=dict)
     num_holders: Counter[Tier] = field(default_factory=Counter)
     pinned: set[Tier] = field(default_factory=set)
+    needs: tuple[Digest, ...] = ()
+    """Without any of these in dram it is not whole in hbm."""
 
 
 class ResidencyLedger:
@@ -73,6 +75,7 @@ class ResidencyLedger:
         self._observer = observer
         self._lock = threading.Lock()
         self._holdings: dict[Digest, _Holding] = {}
+        self._needed_by: defaultdict[Digest, set[Digest]] = defaultdict(set)
         self._watchers: list[queue.Queue[ResidencyRow | None]] = []
         self._limits: dict[int, int] = {}
 
@@ -87,23 +90,32 @@ class ResidencyLedger:
                 self._observer.note_entered(digest, tier, size_bytes)
             self._tell_change(digest, before)
 
+    def enter_hbm(self, composition: Digest, size_bytes: int, needs: Sequence[Digest]) -> None:
+        """A prefix is whole in hbm, as long as what it `needs` is in dram.
+
+        Its row goes with the first of these that leaves dram, on the thread that takes it away.
+        """
+        with self._lock:
+            if not all(self._is_in_dram(digest) for digest in needs):
+                return
+            before = self._row(composition)
+            holding = self._holdings.setdefault(composition, _Holding())
+            if Tier.HBM not in holding.sizes and self._observer is not None:
+                self._observer.note_entered(composition, Tier.HBM, size_bytes)
+            holding.sizes[Tier.HBM] = size_bytes
+            holding.num_holders[Tier.HBM] = 1
+            holding.needs = tuple(needs)
+            for digest in needs:
+                self._needed_by[digest].add(composition)
+            self._tell_change(composition, before)
+
     def leave(self, digest: Digest, tier: Tier) -> None:
         """A tier is about to give a digest back; what was never entered is no change."""
         with self._lock:
-            holding = self._holdings.get(digest)
-            if holding is None or not holding.num_holders[tier]:
-                return
-            before = self._row(digest)
-            holding.num_holders[tier] -= 1
-            if not holding.num_holders[tier]:
-                size_bytes = holding.sizes.pop(tier)
-                del holding.num_holders[tier]
-                if self._observer is not None:
-                    self._observer.note_left(digest, tier, size_bytes)
-                holding.pinned.discard(tier)
-            if not holding.sizes:
-                del self._holdings[digest]
-            self._tell_change(digest, before)
+            self._leave(digest, tier)
+            if tier is Tier.DRAM and not self._is_in_dram(digest):
+                for composition in list(self._needed_by.get(digest, ())):
+                    self._leave(composition, Tier.HBM)
 
     def set_pinned(self, digest: Digest, tier: Tier, *, is_pinned: bool) -> None:
         """A tier keeps a digest until it is unpinned, or no longer does."""
@@ -148,6 +160,35 @@ class ResidencyLedger:
                     self._watchers.remove(changes)
 
     # --- with the lock held ----------------------------------------------------------------------
+    def _leave(self, digest: Digest, tier: Tier) -> None:
+        holding = self._holdings.get(digest)
+        if holding is None or not holding.num_holders[tier]:
+            return
+        before = self._row(digest)
+        holding.num_holders[tier] -= 1
+        if not holding.num_holders[tier]:
+            size_bytes = holding.sizes.pop(tier)
+            del holding.num_holders[tier]
+            if self._observer is not None:
+                self._observer.note_left(digest, tier, size_bytes)
+            holding.pinned.discard(tier)
+            if tier is Tier.HBM:
+                self._forget_needs(digest, holding)
+        if not holding.sizes:
+            del self._holdings[digest]
+        self._tell_change(digest, before)
+
+    def _forget_needs(self, composition: Digest, holding: _Holding) -> None:
+        for digest in holding.needs:
+            self._needed_by[digest].discard(composition)
+            if not self._needed_by[digest]:
+                del self._needed_by[digest]
+        holding.needs = ()
+
+    def _is_in_dram(self, digest: Digest) -> bool:
+        holding = self._holdings.get(digest)
+        return holding is not None and Tier.DRAM in holding.sizes
+
     def _row(self, digest: Digest) -> ResidencyRow:
         holding = self._holdings.get(digest)
         if holding is None or not holding.sizes:

@@ -8,6 +8,7 @@ import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is
 
 # isort: split
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from cartridge_engine_ext import hbm_census
 from cartridge_engine_ext.hbm_census import HbmCensus
@@ -126,6 +127,58 @@ def test_the_tail_must_be_in_dram(
     assert in_hbm(ledger) == {}
 
 
+def test_a_reset_between_steps_withdraws_rows(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """An idle engine's prefix cache is reset and no step follows; each time anew."""
+    for _ in range(2):
+        census.enter(ONE, HASHES, [])
+        blocks.hold(HASHES)
+        census.update()
+        assert in_hbm(ledger) == {ONE: (300, False)}
+        assert blocks.reset()
+        assert in_hbm(ledger) == {}
+        assert not census.is_whole(ONE)
+
+
+def test_a_reset_of_vllms_own_pool_withdraws_rows(ledger: ResidencyLedger) -> None:
+    """Its pool tells of the reset, and asking it to changes no count of references."""
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
+    census = HbmCensus(
+        ledger, group_ids=[0], block_bytes=100, pinned_fraction=0.5, longest_request_blocks=2
+    )
+    census.bind(pool)
+    held = pool.get_new_blocks(3)
+    for block_hash, block in zip(HASHES, held, strict=True):
+        pool._insert_block_hash(make_block_hash_with_group_id(block_hash, 0), block, num_tokens=16)
+    census.enter(ONE, HASHES, [])
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, False)}
+    assert [block.ref_cnt for block in held] == [1, 1, 1]
+    pool.free_blocks(held[::-1])
+    census.leave(ONE)
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, False)}
+    assert pool.reset_prefix_cache()
+    assert in_hbm(ledger) == {}
+
+
+def test_a_tail_that_leaves_dram_between_steps_takes_the_row_along(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """At once, without a step; when it is back, the next step tells the row again."""
+    census.enter(ONE, HASHES, [TAIL])
+    blocks.hold(HASHES)
+    ledger.enter(TAIL, Tier.DRAM, 7)
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, False)}
+    ledger.leave(TAIL, Tier.DRAM)
+    assert in_hbm(ledger) == {}
+    ledger.enter(TAIL, Tier.DRAM, 7)
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, False)}
+
+
 def test_prefixes_without_a_full_block_are_not_listed(
     census: HbmCensus, ledger: ResidencyLedger
 ) -> None:
@@ -238,7 +291,7 @@ def test_before_vllm_gave_its_blocks(ledger: ResidencyLedger) -> None:
     assert in_hbm(ledger) == {}
 
 
-@pytest.mark.parametrize("name", ["get_cached_block", "touch", "free_blocks"])
+@pytest.mark.parametrize("name", ["get_cached_block", "touch", "free_blocks", "unpin_blocks"])
 def test_vllms_pool_has_what_is_used(name: str) -> None:
     """The stand-in's methods take the arguments that vLLM's own take."""
     theirs, ours = (
