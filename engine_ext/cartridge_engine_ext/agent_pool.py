@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -68,6 +68,8 @@ class _Link:
     channel: wire.Channel[wire.AgentMessage]
     welcome: wire.Welcome
     answers: dict[int, "Future[wire.Done]"] = field(default_factory=dict)
+    pins: defaultdict[Digest, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Owners of the pins that this engine asked for over it; they end with it."""
 
 
 @dataclass(eq=False)
@@ -89,7 +91,6 @@ class _Held:
     load_s: float = 0.0
     is_recalled: bool = False
     is_prefetch: bool = False
-    pinned_by: set[str] = field(default_factory=set)
 
 
 class Distrust(Exception):
@@ -124,6 +125,8 @@ class AgentPool:
         self._on_pin = on_pin
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._pin_lock = threading.Lock()
+        self._told_pinned: set[Digest] = set()
         self._held: OrderedDict[Digest, _Held] = OrderedDict()
         self._link: _Link | None = None
         self._requests = itertools.count(1)
@@ -297,7 +300,8 @@ class AgentPool:
     ) -> tuple[Artifact, float]:
         """Load an artifact, and keep it in the agent's memory until `owner` unpins it.
 
-        A pin is the agent's: it is for all engines of the machine, and ends with the agent.
+        A pin is the agent's: it is for all engines of the machine, and ends with the agent. What is
+        in the own pool is pinned there.
 
         Raises:
             Refusal: it cannot be had in time, a limit of pins is reached, or the agent went away.
@@ -307,41 +311,44 @@ class AgentPool:
         try:
             artifact, load_s = self.wait(digest, timeout_s)
             with self._lock:
-                held = self._held[digest]
+                held, link = self._held.get(digest), self._link
+            if held is None:
+                raise _closed()
             left_s = max(0.0, end_s - time.monotonic())
             if held.state is _State.OWN:
                 self._own.pin(digest, owner, left_s, priority)
-                return artifact, load_s
-            deadline_ms = _milliseconds(left_s)
-            done = self._question(
-                lambda request: wire.Pin(request, digest, owner, deadline_ms), left_s
-            )
-            if done.reason is not None:
-                raise Refusal(done.reason, done.detail)
-            with self._lock:
-                held.pinned_by.add(owner)
-                is_first = len(held.pinned_by) == 1
-            if is_first:
-                self._on_pin(digest, True)
+            else:
+                self._pin_there(link, digest, owner, left_s)
         finally:
             self.release(digest)
         return artifact, load_s
 
+    def _pin_there(self, link: _Link | None, digest: Digest, owner: str, timeout_s: float) -> None:
+        """Pin an artifact in the agent at the other end of a link."""
+        deadline_ms = _milliseconds(timeout_s)
+        done = self._question(
+            link, lambda request: wire.Pin(request, digest, owner, deadline_ms), timeout_s
+        )
+        if done.reason is not None:
+            raise Refusal(done.reason, done.detail)
+        with self._lock:
+            if link is None or link is not self._link:
+                # It was made, and has ended with the link: who asked must know.
+                raise _away()
+            link.pins[digest].add(owner)
+        self._tell_pin(digest)
+
     def unpin(self, digest: Digest, owner: str) -> bool:
         """End an owner's pin, in the agent or here; returns whether there was one."""
         with self._lock:
-            held = self._held.get(digest)
-            was_last = held is not None and held.pinned_by == {owner}
-            if held is not None:
-                held.pinned_by.discard(owner)
-        if was_last:
-            self._on_pin(digest, False)
+            link = self._link
+            if link is not None:
+                _discard(link.pins, digest, owner)
+        self._tell_pin(digest)
         was_ours = self._own.unpin(digest, owner)
-        if not self.is_linked:
-            return was_ours
         try:
             done = self._question(
-                lambda request: wire.Unpin(request, digest, owner), CONNECT_TIMEOUT_S
+                link, lambda request: wire.Unpin(request, digest, owner), CONNECT_TIMEOUT_S
             )
         except Refusal:
             return was_ours
@@ -359,8 +366,8 @@ class AgentPool:
                 return "not resident"
             if held.num_users:
                 return f"in use by {held.num_users} requests"
-            if held.pinned_by:
-                return f"pinned by {', '.join(sorted(held.pinned_by))}"
+            if owners := self._pinned_by(digest):
+                return f"pinned by {', '.join(owners)}"
             del self._held[digest]
         self._dispose(held, wire.Evict(digest))
         return None
@@ -380,14 +387,14 @@ class AgentPool:
         with self._lock:
             held = self._held.get(digest)
             if held is not None and held.state not in (_State.OWN, _State.FAILED):
-                return _as_holding(held)
+                return self._as_holding(held)
         return self._own.holding(digest)
 
     def holdings(self) -> list[Holding]:
         """All that this engine holds or waits for."""
         with self._lock:
             ours = [
-                _as_holding(held)
+                self._as_holding(held)
                 for held in self._held.values()
                 if held.state not in (_State.OWN, _State.FAILED)
             ]
@@ -464,17 +471,20 @@ class AgentPool:
             held.link.channel.post(message)
 
     def _question(
-        self, make: Callable[[int], wire.Pin | wire.Unpin], timeout_s: float
+        self,
+        link: _Link | None,
+        make: Callable[[int], wire.Pin | wire.Unpin],
+        timeout_s: float,
     ) -> wire.Done:
-        """Ask, and wait for the answer.
+        """Ask over a link, and wait for the answer.
 
         Raises:
-            Refusal: no agent, or no answer in time.
+            Refusal: it is gone, or no answer in time.
         """
         answer: Future[wire.Done] = Future()
         with self._lock:
-            link, request = self._link, next(self._requests)
-            if link is None:
+            request = next(self._requests)
+            if link is None or link is not self._link:
                 raise _away()
             link.answers[request] = answer
             link.channel.post(make(request))
@@ -488,7 +498,38 @@ class AgentPool:
             with self._lock:
                 link.answers.pop(request, None)
 
+    # --- pins ------------------------------------------------------------------------------------
+    def _pinned_by(self, digest: Digest) -> tuple[str, ...]:
+        """Owners of pins in the agent, sorted. Called with the lock held."""
+        return tuple(sorted(self._link.pins.get(digest, ()))) if self._link is not None else ()
+
+    def _tell_pin(self, digest: Digest) -> None:
+        """Announce whether an artifact is pinned in the agent, if that is news."""
+        with self._pin_lock:
+            with self._lock:
+                is_pinned = bool(self._pinned_by(digest))
+            if is_pinned == (digest in self._told_pinned):
+                return
+            (self._told_pinned.add if is_pinned else self._told_pinned.discard)(digest)
+            self._on_pin(digest, is_pinned)
+
+    def _tell_pin_again(self, digest: Digest) -> None:
+        """Announce the pin of an artifact that was announced anew."""
+        with self._pin_lock:
+            if digest in self._told_pinned:
+                self._on_pin(digest, True)
+
     # --- what is held ----------------------------------------------------------------------------
+    def _as_holding(self, held: _Held) -> Holding:
+        """Called with the lock held."""
+        return Holding(
+            digest=held.digest,
+            is_ready=held.state is _State.READY,
+            size_bytes=held.artifact.size_bytes if held.artifact is not None else None,
+            num_users=held.num_users,
+            pinned_by=self._pinned_by(held.digest),
+        )
+
     def _rest(self, held: _Held) -> None:
         """The last use has ended. Called with the lock held."""
         is_orphan = held.link is not self._link and self._link is not None
@@ -614,9 +655,8 @@ class AgentPool:
             for held in list(self._held.values()):
                 if held.link is link and held.state is _State.ASKED and not self._is_closed:
                     self._load_here(held)
-                elif held.link is link and held.pinned_by:
-                    held.pinned_by.clear()
-                    self._work.put(partial(self._on_pin, held.digest, False))
+            for digest in link.pins:
+                self._work.put(partial(self._tell_pin, digest))
             for answer in link.answers.values():
                 answer.set_exception(_away())
             link.answers.clear()
@@ -727,6 +767,7 @@ class AgentPool:
             self._on_ready(held.digest, artifact.size_bytes)
         except Exception:
             logger.exception("artifact %s: what follows its load failed", held.digest)
+        self._tell_pin_again(held.digest)
         with self._lock:
             held.load_s = time.monotonic() - held.asked_s
             held.memories = list(artifact.memories.values())
@@ -796,14 +837,11 @@ def _received(descriptors: list[int], sizes_bytes: list[int]) -> list[SealedMemo
     return memories
 
 
-def _as_holding(held: _Held) -> Holding:
-    return Holding(
-        digest=held.digest,
-        is_ready=held.state is _State.READY,
-        size_bytes=held.artifact.size_bytes if held.artifact is not None else None,
-        num_users=held.num_users,
-        pinned_by=tuple(sorted(held.pinned_by)),
-    )
+def _discard(pins: dict[Digest, set[str]], digest: Digest, owner: str) -> None:
+    owners = pins.get(digest, set())
+    owners.discard(owner)
+    if not owners:
+        pins.pop(digest, None)
 
 
 def _milliseconds(seconds: float) -> int:

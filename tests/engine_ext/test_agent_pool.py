@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -320,6 +321,54 @@ def test_pins_are_announced_and_end_with_the_agent(machine: Machine) -> None:
     agent.stop()
     until(lambda: machine.pinned[2:] == [(two, True), (two, False)])
     assert pool.evict(two) is None
+
+
+def test_a_pin_that_ends_while_it_is_answered_is_refused(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent said yes and went away before the engine had noted it: nobody believes in it."""
+    agent = machine.start_agent()
+    pool = machine.start_engine()
+    digest, _ = put_sample(machine.store)
+    ask = pool._question
+
+    def ask_and_lose(*question: Any) -> wire.Done:
+        done = ask(*question)
+        agent.stop()
+        until(lambda: not pool.is_linked)
+        return done
+
+    monkeypatch.setattr(pool, "_question", ask_and_lose)
+    with pytest.raises(Refusal) as caught:
+        pool.pin(digest, "operator", WAIT_S)
+    assert caught.value.reason is FailureReason.NOT_READY
+    assert machine.pinned == []
+    monkeypatch.undo()
+    assert pool.evict(digest) is None
+
+
+def test_a_pin_in_a_new_agent_is_the_new_agents(machine: Machine) -> None:
+    """Of what the engine holds of an earlier one: pinned in the new one, and ends with that."""
+    first = machine.start_agent()
+    pool = machine.start_engine()
+    digest, _ = put_sample(machine.store)
+    hold(pool, digest)
+    first.stop()
+    until(lambda: not pool.is_linked)
+    second = machine.start_agent()
+    until(lambda: pool.is_linked)
+    pool.pin(digest, "operator", WAIT_S)
+    assert machine.pinned == [(digest, True)]
+    holding = second.pool.holding(digest)
+    assert holding is not None
+    assert holding.pinned_by == ("operator",)
+    pool.release(digest)
+    until(lambda: pool.holding(digest) is None)
+    use(pool, digest)
+    assert machine.pinned == [(digest, True)] * 2  # with the row that came anew
+    assert pool.evict(digest) == "pinned by operator"
+    second.stop()
+    until(lambda: machine.pinned[2:] == [(digest, False)])
 
 
 # --- life without the agent ----------------------------------------------------------------------
