@@ -38,13 +38,16 @@ def server() -> Iterator[MisbehavingHttp]:
         yield state
 
 
-@pytest.fixture(params=["s3", "oci"])
-def store(
-    request: pytest.FixtureRequest, server: MisbehavingHttp, monkeypatch: pytest.MonkeyPatch
-) -> Store:
-    """A store whose server it is."""
+@pytest.fixture
+def aws_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An account in the environment."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "maker")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-the-test")
+
+
+@pytest.fixture(params=["s3", "oci"])
+def store(request: pytest.FixtureRequest, server: MisbehavingHttp, aws_account: None) -> Store:
+    """A store whose server it is."""
     if request.param == "s3":
         return ObjectStorage(
             "bucket", "store", endpoint=server.url, region="us-east-1", patience=QUICK
@@ -245,6 +248,21 @@ def test_one_inner_address_among_several_is_enough_to_refuse() -> None:
         check_redirect(["8.8.8.8"], ["8.8.4.4", "127.0.0.1"], "http://place/")
 
 
+@pytest.mark.usefixtures("aws_account")
+@pytest.mark.parametrize("status", [200, 403])
+def test_an_error_of_a_listing_quotes_no_answer(server: MisbehavingHttp, status: int) -> None:
+    """A listing may have been redirected: what is there is for no log and no client."""
+    store = ObjectStorage("bucket", endpoint=server.url, region="us-east-1", patience=QUICK)
+    server.script["GET /bucket"] = (307, {"location": f"{server.url}/inner?role=x"}, b"")
+    server.script["GET /inner"] = (status, {}, b'{"SecretAccessKey" : "inner secret"}')
+    with pytest.raises(StoreUnavailable) as caught:
+        store.aliases()
+    text = str(caught.value)
+    assert "ecret" not in text
+    assert "?" not in text
+    assert ("status code: 403" if status == 403 else "invalid list response") in text
+
+
 # --- accounts ------------------------------------------------------------------------------------
 ACCOUNT = ("maker", "secret-of-the-test")
 
@@ -404,6 +422,23 @@ def test_a_redirect_never_leaves_https(authority: trust.Authority, tmp_path: Pat
         with pytest.raises(StoreError, match="it leaves https"):
             fetched(f"{front.url}/{DIGEST}")
         assert server.asked == []
+
+
+@pytest.mark.usefixtures("aws_account")
+def test_a_listing_is_never_led_from_https_to_http(
+    authority: trust.Authority, tmp_path: Path
+) -> None:
+    """Where the services of clouds that give out credentials are."""
+    with (
+        misbehaving_http(tls=trust.server_context(authority, tmp_path)) as front,
+        misbehaving_http() as inner,
+    ):
+        front.script["GET /bucket"] = (307, {"location": f"{inner.url}/latest/meta-data/"}, b"")
+        store = ObjectStorage("bucket", endpoint=front.url, region="us-east-1", patience=QUICK)
+        with pytest.raises(StoreUnavailable):
+            store.aliases()
+        assert front.headers != []
+        assert inner.headers == []
 
 
 def fetched(url: str) -> bytes:

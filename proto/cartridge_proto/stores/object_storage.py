@@ -2,12 +2,14 @@
 
 Owns keys (those of the store folder, under a prefix), and the use of obstore for credentials,
 signatures, writes and listings. Refuses to read bytes through obstore: reads go to presigned URLs
-by `guarded_http`, because obstore follows any redirect.
+by `guarded_http`, because obstore follows any redirect (listings too; of an https store only to
+https).
 """
 
 import contextlib
 import datetime
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 from urllib.parse import urlsplit
@@ -31,6 +33,8 @@ from cartridge_proto.stores.verification import (
 
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _SIGNED_FOR = datetime.timedelta(minutes=15)
+_ANSWER = re.compile(r"(invalid list response|status code: \d{3}[^:]*)(:.*)?", re.DOTALL)
+_QUERY = re.compile(r"\?\S*")
 
 
 class ObjectStorage(VerifiedStore):
@@ -181,11 +185,15 @@ class ObjectStorage(VerifiedStore):
 
     @contextlib.contextmanager
     def _mapped(self) -> Iterator[None]:
-        """Map obstore's errors. Their texts go on for pages: the first line says what happened."""
+        """Map obstore's errors.
+
+        Their texts go on for pages, of which the first line says what happened. They also quote
+        the answer, which may be an inner service's that a listing was redirected to.
+        """
         try:
             yield
         except BaseError as error:
-            text = str(error).partition("\n")[0].partition("?")[0][:300]
+            text = _ANSWER.sub(r"\1", _QUERY.sub("", str(error).partition("\n")[0]))[:300]
             raise StoreUnavailable(f"{self._location}: {text}") from None
 
 
