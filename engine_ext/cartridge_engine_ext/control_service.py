@@ -63,12 +63,16 @@ _WIRE_TIER = {
 class HbmPins(Protocol):
     """Keeps compositions in HBM. A future holds why not, or `None` when it is done."""
 
-    def pin(self, composition: Digest) -> "Future[str | None]":
+    def pin(self, composition: Digest, owner: str) -> "Future[str | None]":
         """Keep the blocks of a composition that is whole in HBM."""
         ...
 
-    def unpin(self, composition: Digest) -> "Future[str | None]":
-        """Let them go again."""
+    def unpin(self, composition: Digest, owner: str) -> "Future[str | None]":
+        """End an owner's pin; with the last one the blocks may go."""
+        ...
+
+    def pinned_by(self, composition: Digest) -> tuple[str, ...]:
+        """Who holds pins on a composition."""
         ...
 
 
@@ -293,7 +297,8 @@ class ControlService(control_pb2_grpc.CartridgeControlServicer):
         timeout_s = _timeout_s(request.deadline_ms, context)
         if request.tier == control_pb2.TIER_HBM:
             pins = self._pins(context)
-            reason = self._done(lambda: pins.pin(digest), timeout_s, context)
+            owner = _owner(request.owner, context)
+            reason = self._done(lambda: pins.pin(digest, owner), timeout_s, context)
             if reason is not None:
                 context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"digest: {reason}")
         else:
@@ -311,8 +316,9 @@ class ControlService(control_pb2_grpc.CartridgeControlServicer):
         digest = _digest(request.digest, context)
         if request.tier == control_pb2.TIER_HBM:
             pins = self._pins(context)
+            owner = _owner(request.owner, context)
             timeout_s = DEFAULT_DEADLINE_MS / 1000
-            reason = self._done(lambda: pins.unpin(digest), timeout_s, context)
+            reason = self._done(lambda: pins.unpin(digest, owner), timeout_s, context)
             return control_pb2.UnpinResponse(unpinned=reason is None, reason=reason or "")
         _check_pin_tier(request.tier, context)
         owner = _owner(request.owner, context)
@@ -417,6 +423,8 @@ class ControlService(control_pb2_grpc.CartridgeControlServicer):
             answer.pinned_by.extend(holding.pinned_by)
             if holding.is_ready:
                 tiers.add(Tier.DRAM)
+        if self._hbm_pins is not None:
+            answer.pinned_by.extend(self._hbm_pins.pinned_by(digest))
         answer.tiers.extend(_WIRE_TIER[tier] for tier in Tier if tier in tiers)
         if answer.tiers:
             answer.tier = answer.tiers[0]

@@ -27,17 +27,21 @@ class EnginePins:
         self._wake = wake
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cartridge-wake")
 
-    def pin(self, composition: Digest) -> "Future[str | None]":
+    def pin(self, composition: Digest, owner: str) -> "Future[str | None]":
         """See `HbmCensus.pin`."""
-        future = self._census.pin(composition)
+        future = self._census.pin(composition, owner)
         self._executor.submit(self._bring_on, future)
         return future
 
-    def unpin(self, composition: Digest) -> "Future[str | None]":
+    def unpin(self, composition: Digest, owner: str) -> "Future[str | None]":
         """See `HbmCensus.unpin`."""
-        future = self._census.unpin(composition)
+        future = self._census.unpin(composition, owner)
         self._executor.submit(self._bring_on, future)
         return future
+
+    def pinned_by(self, composition: Digest) -> tuple[str, ...]:
+        """See `HbmCensus.pinned_by`."""
+        return self._census.pinned_by(composition)
 
     def stop(self) -> None:
         """Wake nobody any more."""

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WANTED = 1024
 """Prefixes that are to be pinned once they are whole."""
+MAX_OWNERS = 64
+"""Owners of pins, or of wishes for pins, on one prefix."""
 
 BlockT = TypeVar("BlockT")
 
@@ -63,6 +65,7 @@ class _Prefix:
     """VLLM will tell when its first block goes."""
     num_users: int = 0
     pinned_blocks: list[object] = field(default_factory=list)
+    pinned_by: frozenset[str] = frozenset()
 
 
 class HbmCensus:
@@ -70,7 +73,8 @@ class HbmCensus:
 
     With `window_blocks` every layer has a window, and a prefix is so many of its last full blocks.
 
-    `pin`, `unpin` and `keep` may be called from any thread, all else runs on the scheduler's.
+    `pin`, `unpin`, `keep` and `pinned_by` may be called from any thread, all else runs on the
+    scheduler's.
 
     A prefix is whole while all of its full blocks are in the prefix cache, and the artifacts of
     the positions behind them are in dram. vLLM gives the blocks of a request back from its end, so
@@ -98,7 +102,8 @@ class HbmCensus:
         self._pool: BlockPool[object] | None = None
         self._prefixes: dict[Digest, _Prefix] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wanted: dict[Digest, None] = {}
+        self._wanted: dict[Digest, dict[str, None]] = {}
+        """Owners that wish a prefix pinned; the oldest first."""
         self._turn = 0
 
     def bind(self, pool: BlockPool[object]) -> None:
@@ -167,39 +172,49 @@ class HbmCensus:
             elif prefix.is_whole and not is_whole:
                 self._ledger.leave(composition, Tier.HBM)
             prefix.is_whole = is_whole
-            if is_whole and composition in self._wanted:
-                self._pin(composition)
+            if is_whole:
+                for owner in list(self._wanted.get(composition, ())):
+                    self._pin(composition, owner)
             if not is_there and not prefix.num_users:
                 self._release(prefix)
                 del self._prefixes[composition]
 
     # --- pins ------------------------------------------------------------------------------------
-    def pin(self, composition: Digest) -> "Future[str | None]":
+    def pin(self, composition: Digest, owner: str) -> "Future[str | None]":
         """Keep the full blocks of a whole prefix from eviction, after the next step.
+
+        They are kept until all owners have unpinned it. Pinning twice is pinning once.
 
         Returns:
             A future of why not; of `None` when it is pinned.
         """
-        return self._command(lambda: self._pin(composition))
+        return self._command(lambda: self._pin(composition, owner))
 
-    def unpin(self, composition: Digest) -> "Future[str | None]":
-        """Give the blocks of a pinned prefix back to vLLM's own eviction, after the next step."""
-        return self._command(lambda: self._unpin(composition))
+    def unpin(self, composition: Digest, owner: str) -> "Future[str | None]":
+        """End an owner's pin, after the next step.
 
-    def keep(self, composition: Digest) -> None:
-        """Pin a prefix now, or when it becomes whole; of `MAX_WANTED` wishes the oldest goes.
-
-        From any thread.
+        With the last one the blocks go back to vLLM's own eviction.
         """
+        return self._command(lambda: self._unpin(composition, owner))
+
+    def keep(self, composition: Digest, owner: str) -> None:
+        """Pin a prefix now, or when it becomes whole; of `MAX_WANTED` wishes the oldest goes."""
 
         def command() -> None:
-            if self._pin(composition) is None:
+            if self._pin(composition, owner) is None:
                 return
-            self._wanted[composition] = None
+            owners = self._wanted.setdefault(composition, {})
+            if len(owners) < MAX_OWNERS:
+                owners[owner] = None
             if len(self._wanted) > MAX_WANTED:
                 del self._wanted[next(iter(self._wanted))]
 
         self._commands.put(command)
+
+    def pinned_by(self, composition: Digest) -> tuple[str, ...]:
+        """Who holds pins on a prefix, sorted."""
+        prefix = self._prefixes.get(composition)
+        return tuple(sorted(prefix.pinned_by)) if prefix is not None else ()
 
     @property
     def pin_budget_blocks(self) -> int:
@@ -217,9 +232,11 @@ class HbmCensus:
         return sum(len(prefix.pinned_blocks) for prefix in self._prefixes.values())
 
     def unpin_all(self) -> None:
-        """Give all pinned blocks back (vLLM resets its cache)."""
-        for composition in list(self._prefixes):
-            self._unpin(composition)
+        """Give all pinned blocks back, whoever owns the pins (vLLM resets its cache)."""
+        for composition, prefix in self._prefixes.items():
+            # A wish that had no room would be granted now, and stand in the way of the reset.
+            self._wanted.pop(composition, None)
+            self._end_pins(composition, prefix)
 
     def _command(self, run: Callable[[], str | None]) -> "Future[str | None]":
         done: Future[str | None] = Future()
@@ -237,38 +254,51 @@ class HbmCensus:
         self._commands.put(command)
         return done
 
-    def _pin(self, composition: Digest) -> str | None:
+    def _pin(self, composition: Digest, owner: str) -> str | None:
         prefix = self._prefixes.get(composition)
         blocks = self._blocks(prefix) if prefix is not None else None
         if prefix is None or self._pool is None or blocks is None:
             return "its prefix is not whole in HBM"
-        if prefix.pinned_blocks:
-            return None
-        if self.num_pinned_blocks + len(blocks) > self.pin_budget_blocks:
-            return (
-                f"{len(blocks)} blocks; pins hold {self.num_pinned_blocks} of the "
-                f"{self.pin_budget_blocks} that hbm_pinned_fraction allows"
-            )
-        self._wanted.pop(composition, None)
-        self._pool.touch(blocks)
-        prefix.pinned_blocks = blocks
-        self._ledger.set_pinned(composition, Tier.HBM, is_pinned=True)
+        if owner not in prefix.pinned_by and len(prefix.pinned_by) >= MAX_OWNERS:
+            return f"owner: the limit is {MAX_OWNERS} owners"
+        if not prefix.pinned_by:
+            if self.num_pinned_blocks + len(blocks) > self.pin_budget_blocks:
+                return (
+                    f"{len(blocks)} blocks; pins hold {self.num_pinned_blocks} of the "
+                    f"{self.pin_budget_blocks} that hbm_pinned_fraction allows"
+                )
+            self._pool.touch(blocks)
+            prefix.pinned_blocks = blocks
+            self._ledger.set_pinned(composition, Tier.HBM, is_pinned=True)
+        prefix.pinned_by |= {owner}
+        self._drop_wish(composition, owner)
         return None
 
-    def _unpin(self, composition: Digest) -> str | None:
-        self._wanted.pop(composition, None)
+    def _unpin(self, composition: Digest, owner: str) -> str | None:
+        self._drop_wish(composition, owner)
         prefix = self._prefixes.get(composition)
-        if prefix is None or not prefix.pinned_blocks:
-            return "not pinned"
+        if prefix is None or owner not in prefix.pinned_by:
+            return f"not pinned by {owner}"
+        prefix.pinned_by -= {owner}
+        if not prefix.pinned_by:
+            self._end_pins(composition, prefix)
+        return None
+
+    def _drop_wish(self, composition: Digest, owner: str) -> None:
+        owners = self._wanted.get(composition, {})
+        owners.pop(owner, None)
+        if not owners:
+            self._wanted.pop(composition, None)
+
+    def _end_pins(self, composition: Digest, prefix: _Prefix) -> None:
         self._release(prefix)
         self._ledger.set_pinned(composition, Tier.HBM, is_pinned=False)
-        return None
 
     def _release(self, prefix: _Prefix) -> None:
         if prefix.pinned_blocks and self._pool is not None:
             # As vLLM frees a request: from its end.
             self._pool.free_blocks(prefix.pinned_blocks[::-1])
-        prefix.pinned_blocks = []
+        prefix.pinned_blocks, prefix.pinned_by = [], frozenset()
 
     # --- between steps ---------------------------------------------------------------------------
     def _watch(self, composition: Digest, prefix: _Prefix) -> None:

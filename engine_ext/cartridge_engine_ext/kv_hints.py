@@ -177,13 +177,13 @@ class KvHints:
 
     def _pin(self, hint: _Pin) -> None:
         if hint.tier is Tier.HBM:
-            self._census.keep(Digest(hint.digest))
+            self._census.keep(Digest(hint.digest), HINT_OWNER)
         else:
             self._dram.pin(Digest(hint.digest), HINT_OWNER, hint.deadline_ms / 1000)
 
     def _unpin(self, hint: _Unpin) -> None:
         if hint.tier is Tier.HBM:
-            self._census.unpin(Digest(hint.digest))
+            self._census.unpin(Digest(hint.digest), HINT_OWNER)
         else:
             self._dram.unpin(Digest(hint.digest), HINT_OWNER)
 

@@ -523,33 +523,46 @@ class Blocks:
     def __init__(self) -> None:
         self.answer: str | None = None
         self.is_silent = False
-        self.asked: list[tuple[str, Digest]] = []
+        self.asked: list[tuple[str, Digest, str]] = []
 
-    def _done(self, what: str, composition: Digest) -> "Future[str | None]":
-        self.asked.append((what, composition))
+    def _done(self, what: str, composition: Digest, owner: str) -> "Future[str | None]":
+        self.asked.append((what, composition, owner))
         future: Future[str | None] = Future()
         if not self.is_silent:
             future.set_result(self.answer)
         return future
 
-    def pin(self, composition: Digest) -> "Future[str | None]":
+    def pin(self, composition: Digest, owner: str) -> "Future[str | None]":
         """Keep."""
-        return self._done("pin", composition)
+        return self._done("pin", composition, owner)
 
-    def unpin(self, composition: Digest) -> "Future[str | None]":
+    def unpin(self, composition: Digest, owner: str) -> "Future[str | None]":
         """Let go."""
-        return self._done("unpin", composition)
+        return self._done("unpin", composition, owner)
+
+    def pinned_by(self, composition: Digest) -> tuple[str, ...]:
+        """One owner of everything."""
+        return ("me",)
 
 
 def test_compositions_are_pinned_in_hbm(control: Control) -> None:
-    """Granted, refused with the reason, or past the deadline; an owner is not asked for."""
+    """For an owner: granted, refused with the reason, or past the deadline."""
     blocks = Blocks()
     control.service._hbm_pins = blocks
-    pin = control_pb2.PinRequest(digest=ABSENT, tier=control_pb2.TIER_HBM, deadline_ms=1)
-    unpin = control_pb2.UnpinRequest(digest=ABSENT, tier=control_pb2.TIER_HBM)
-    assert control.stub.Pin(pin, timeout=WAIT_S).resident.digest == ABSENT
+    hbm = control_pb2.TIER_HBM
+    pin = control_pb2.PinRequest(digest=ABSENT, owner="me", tier=hbm, deadline_ms=1)
+    unpin = control_pb2.UnpinRequest(digest=ABSENT, owner="me", tier=hbm)
+    resident = control.stub.Pin(pin, timeout=WAIT_S).resident
+    assert (resident.digest, list(resident.pinned_by)) == (ABSENT, ["me"])
     assert control.stub.Unpin(unpin, timeout=WAIT_S).unpinned
-    assert blocks.asked == [("pin", ABSENT), ("unpin", ABSENT)]
+    assert blocks.asked == [("pin", ABSENT, "me"), ("unpin", ABSENT, "me")]
+    for nobody in (
+        lambda: control.stub.Pin(control_pb2.PinRequest(digest=ABSENT, tier=hbm)),
+        lambda: control.stub.Unpin(control_pb2.UnpinRequest(digest=ABSENT, tier=hbm)),
+    ):
+        code, details = status_of(nobody)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details.startswith("owner: ")
     blocks.answer = "not whole"
     refused = (grpc.StatusCode.FAILED_PRECONDITION, "digest: not whole")
     assert status_of(lambda: control.stub.Pin(pin)) == refused

@@ -234,7 +234,7 @@ def test_a_pin_keeps_blocks(
     census.enter(ONE, HASHES, [])
     blocks.hold(HASHES)
     census.update()
-    done = census.pin(ONE)
+    done = census.pin(ONE, "me")
     assert not done.done()  # the scheduler's thread does it
     census.update()
     assert done.result(timeout=0) is None
@@ -243,8 +243,8 @@ def test_a_pin_keeps_blocks(
     blocks.drop(HASHES)
     census.update()
     assert in_hbm(ledger) == {ONE: (300, True)}
-    again = census.pin(ONE)
-    unpinned = census.unpin(ONE)
+    again = census.pin(ONE, "me")
+    unpinned = census.unpin(ONE, "me")
     census.update()
     assert (again.result(timeout=0), unpinned.result(timeout=0)) == (None, None)
     assert blocks.freed == HASHES[::-1]
@@ -252,12 +252,62 @@ def test_a_pin_keeps_blocks(
     assert in_hbm(ledger) == {ONE: (300, False)}
 
 
+def test_a_pin_lasts_as_long_as_any_owner_holds_it(
+    census: HbmCensus, blocks: FakeBlockPool, ledger: ResidencyLedger
+) -> None:
+    """One owner's unpin leaves the other's pin; blocks are referred to once for all of them."""
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES)
+    for owner in ("b", "a", "a"):
+        census.pin(ONE, owner)
+    census.update()
+    assert census.pinned_by(ONE) == ("a", "b")
+    assert blocks.references.total() == 3
+    first, again = census.unpin(ONE, "a"), census.unpin(ONE, "a")
+    census.update()
+    assert (first.result(timeout=0), again.result(timeout=0)) == (None, "not pinned by a")
+    assert in_hbm(ledger) == {ONE: (300, True)}
+    assert blocks.references.total() == 3
+    census.unpin(ONE, "b")
+    census.update()
+    assert in_hbm(ledger) == {ONE: (300, False)}
+    assert blocks.references.total() == 0
+    assert census.pinned_by(ONE) == census.pinned_by(OTHER) == ()
+
+
+def test_a_wish_is_its_owners(census: HbmCensus, blocks: FakeBlockPool) -> None:
+    """An unpin takes back the wish of who asks for it, and no other."""
+    for owner in ("a", "b"):
+        census.keep(ONE, owner)
+    census.unpin(ONE, "a")
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES)
+    census.update()
+    assert census.pinned_by(ONE) == ("b",)
+
+
+def test_owners_are_bounded(
+    census: HbmCensus, blocks: FakeBlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more is refused; who holds a pin may pin again."""
+    monkeypatch.setattr(hbm_census, "MAX_OWNERS", 1)
+    census.enter(ONE, HASHES, [])
+    blocks.hold(HASHES)
+    answers = [census.pin(ONE, owner) for owner in ("a", "b", "a")]
+    census.update()
+    assert [answer.result(timeout=0) for answer in answers] == [
+        None,
+        "owner: the limit is 1 owners",
+        None,
+    ]
+
+
 def test_pins_have_a_budget(census: HbmCensus, blocks: FakeBlockPool) -> None:
     """A pin beyond the budget is refused with the numbers; nothing is referred to for it."""
     for composition, hashes in ((ONE, HASHES), (OTHER, [b"x", b"y", b"z"])):
         census.enter(composition, hashes, [])
         blocks.hold(hashes)
-    first, second = census.pin(ONE), census.pin(OTHER)
+    first, second = census.pin(ONE, "me"), census.pin(OTHER, "me")
     census.update()
     assert first.result(timeout=0) is None
     assert second.result(timeout=0) == (
@@ -272,9 +322,9 @@ def test_pins_have_a_budget(census: HbmCensus, blocks: FakeBlockPool) -> None:
 def test_pins_of_what_is_not_there(census: HbmCensus, verb: str) -> None:
     """Neither an unknown prefix nor one without its blocks can be pinned or unpinned."""
     census.enter(ONE, HASHES, [])
-    answers = [getattr(census, verb)(composition) for composition in (ONE, OTHER)]
+    answers = [getattr(census, verb)(composition, "me") for composition in (ONE, OTHER)]
     census.update()
-    text = {"pin": "its prefix is not whole in HBM", "unpin": "not pinned"}[verb]
+    text = {"pin": "its prefix is not whole in HBM", "unpin": "not pinned by me"}[verb]
     assert [answer.result(timeout=0) for answer in answers] == [text, text]
 
 
@@ -284,7 +334,7 @@ def test_before_vllm_gave_its_blocks(ledger: ResidencyLedger) -> None:
         ledger, group_ids=[0], block_bytes=1, pinned_fraction=0.5, longest_request_blocks=2
     )
     census.enter(ONE, HASHES, [])
-    answer = census.pin(ONE)
+    answer = census.pin(ONE, "me")
     census.update()
     assert answer.result(timeout=0) is not None
     assert census.pin_budget_blocks == 0
@@ -306,14 +356,14 @@ def test_kept_as_soon_as_it_is_whole(
 ) -> None:
     """A wish is kept until the prefix comes, and taken back by `unpin`."""
     for composition in (ONE, OTHER):
-        census.keep(composition)
+        census.keep(composition, "me")
         census.enter(composition, HASHES, [])
-    census.unpin(OTHER)
+    census.unpin(OTHER, "me")
     census.update()
     blocks.hold(HASHES)
     census.update()
     assert in_hbm(ledger) == {ONE: (300, True), OTHER: (300, False)}
-    census.keep(OTHER)
+    census.keep(OTHER, "me")
     census.update()
     assert blocks.references.total() == 3  # beyond the budget
 
@@ -326,7 +376,7 @@ def test_a_pin_outlives_the_row(
     blocks.hold(HASHES)
     ledger.enter(TAIL, Tier.DRAM, 7)
     census.update()
-    census.pin(ONE)
+    census.pin(ONE, "me")
     census.update()
     census.leave(ONE)
     ledger.leave(TAIL, Tier.DRAM)
@@ -359,8 +409,8 @@ def test_the_oldest_wish_goes(
 ) -> None:
     """Wishes for what never comes do not disable later ones."""
     monkeypatch.setattr(hbm_census, "MAX_WANTED", 1)
-    census.keep(OTHER)
-    census.keep(ONE)
+    census.keep(OTHER, "me")
+    census.keep(ONE, "me")
     census.enter(ONE, HASHES, [])
     blocks.hold(HASHES)
     census.update()

@@ -303,7 +303,7 @@ class PinRequest(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     owner: _builtins.str
-    """Who holds the pin: 1 to 128 of A-Za-z0-9._:-. Pins in hbm have no owner."""
+    """Who holds the pin: 1 to 128 of A-Za-z0-9._:-."""
     tier: Global___Tier.ValueType
     """TIER_DRAM (an artifact) or TIER_HBM (a composition)."""
     deadline_ms: _builtins.int
