@@ -111,6 +111,8 @@ class _Entry:
 class DramPool:
     """Verified artifacts up to `capacity_bytes`; a `DramTier`.
 
+    A load reserves what it takes at most: with the stored bytes of a blob that is being decoded.
+
     `admit(manifest)` may refuse an artifact before its blobs are read, `check(manifest, blob
     digest, buffer)` after each was read and hashed; both raise, `admit` a `Refusal`, `check` an
     `InvalidPayload`. `on_ready(digest, size_bytes)` is called when an artifact can be used,
@@ -433,7 +435,7 @@ class DramPool:
                 return 0, []
             free = self._capacity_bytes - self._used_bytes()
             idle = sum(e.reserved_bytes for e in self._entries.values() if e.is_evictable)
-            missing = max(0, waiting[0].manifest.decoded_bytes - free - idle)
+            missing = max(0, waiting[0].manifest.loading_bytes - free - idle)
             used = [
                 entry
                 for entry in self._entries.values()
@@ -519,7 +521,7 @@ class DramPool:
         try:
             artifact = self._advance(entry)
         except Refusal as refusal:
-            logger.warning("artifact %s refused: %s", digest, refusal)
+            logger.warning("artifact %s refused: %s", digest, str(refusal))
             self._fail(entry, refusal)
             return
         except Exception as error:
@@ -532,9 +534,12 @@ class DramPool:
             return
         with self._lock:
             entry.load_s = time.monotonic() - entry.started_s
+            # What was stored has been decoded: its room is free.
+            entry.reserved_bytes = artifact.size_bytes
             entry.artifact = artifact
             entry.state = _State.READY
             self._policy.touch(digest, artifact.size_bytes)
+            self._changed.notify_all()
         try:
             self._on_ready(digest, artifact.size_bytes)
         except Exception:
@@ -559,7 +564,8 @@ class DramPool:
 
     def _settle(self, entry: _Entry, refusal: Refusal) -> None:
         """End a load with a refusal. Called with the lock held."""
-        entry.state, entry.failure = _State.FAILED, refusal
+        # Without its traceback, whose frames would keep the bytes that were read.
+        entry.state, entry.failure = _State.FAILED, Refusal(refusal.reason, refusal.detail)
         entry.reserved_bytes = 0
         if entry.num_users == 0 and self._entries.get(entry.digest) is entry:
             del self._entries[entry.digest]
@@ -573,7 +579,7 @@ class DramPool:
                 raise _unwanted(entry.digest)
         if entry.manifest is None:
             entry.manifest = self._examine(entry.digest)
-        if not self._reserve(entry, entry.manifest.decoded_bytes):
+        if not self._reserve(entry, entry.manifest.loading_bytes):
             return None
         return self._read(entry, entry.manifest)
 
@@ -585,10 +591,11 @@ class DramPool:
             # The words of `claims` for an artifact that the scope may not see.
             raise _store_refusal(error, f"{digest} is not in the store") from error
         self._admit(manifest)
-        if manifest.decoded_bytes > self._capacity_bytes:
+        if manifest.loading_bytes > self._capacity_bytes:
             raise Refusal(
                 FailureReason.CAPACITY,
-                f"{manifest.decoded_bytes} bytes; the dram tier holds {self._capacity_bytes}",
+                f"{manifest.loading_bytes} bytes to load; the dram tier holds "
+                f"{self._capacity_bytes}",
             )
         return manifest
 
@@ -614,6 +621,8 @@ class DramPool:
 
     def _read_blob(self, digest: Digest, manifest: Manifest, blob: Blob) -> SealedMemory:
         """Sealed memory with a blob's decoded bytes; what is stored is in memory meanwhile.
+
+        Room for both was reserved.
 
         Bytes are hashed on every load. What follows from them and the manifest, header, tensors and
         numbers, is the same each time and looked at once.
@@ -677,7 +686,7 @@ class DramPool:
         """Whether a waiting load could take room now. Called with the lock held."""
         if entry.manifest is None or not self._is_first(entry):
             return False
-        return self._victims(entry.manifest.decoded_bytes) is not None
+        return self._victims(entry.manifest.loading_bytes) is not None
 
     def _is_first(self, entry: _Entry) -> bool:
         """Whether no load of higher priority waits for room. Called with the lock held."""

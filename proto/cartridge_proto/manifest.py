@@ -340,6 +340,18 @@ class Manifest(_Part, frozen=True, kw_only=True):
         """Size of all blobs as they are kept in memory."""
         return sum(blob.decoded_bytes for blob in self.payload)
 
+    @property
+    def loading_bytes(self) -> int:
+        """Most memory that loading takes, blob after blob in order.
+
+        The stored bytes of an encoded one are beside its decoded ones and those before it.
+        """
+        most = taken = 0
+        for blob in self.payload:
+            taken += blob.decoded_bytes
+            most = max(most, taken + (blob.size_bytes if blob.encoding else 0))
+        return most
+
 
 class InvalidManifest(ValueError):
     """A manifest that breaks the contract; `problems` has one line for each breach."""

@@ -161,12 +161,12 @@ class DramTierContract:
     def test_an_artifact_larger_than_the_tier_is_refused(
         self, store: ObservedStore, tier: DramTier
     ) -> None:
-        """No room will ever do; the refusal has the number."""
+        """No room will ever do; the refusal has the number, with the bytes that are decoded."""
         large, blob = sample_artifact(num_tokens=200)
         for manifest, stored in ((large, blob), encoded(large, blob)):
             digest = put_artifact(store, manifest, stored)
             tier.acquire(digest, long_deadline())
-            with pytest.raises(Refusal, match=str(len(blob))) as caught:
+            with pytest.raises(Refusal, match=str(manifest.loading_bytes)) as caught:
                 tier.wait(digest, WAIT_S)
             assert caught.value.reason is FailureReason.CAPACITY
 

@@ -470,6 +470,19 @@ def test_an_encoded_blob_has_two_sizes_and_two_digests() -> None:
     assert decode_manifest(encode_manifest(ENCODED)) == ENCODED
 
 
+def test_loading_takes_what_is_stored_beside_what_it_decodes_to() -> None:
+    """One blob after another: the last one that is encoded need not be where most is taken."""
+    (blob,), (plain,) = ENCODED.payload, MANIFEST.payload
+    for payload, loading_bytes in (
+        ([plain], DECODED_BYTES),
+        ([blob], DECODED_BYTES + STORED_BYTES),
+        ([blob, plain], 2 * DECODED_BYTES),
+        ([plain, blob], 2 * DECODED_BYTES + STORED_BYTES),
+    ):
+        manifest = msgspec.structs.replace(ENCODED, payload=payload)
+        assert manifest.loading_bytes == loading_bytes
+
+
 @pytest.mark.parametrize("field", ["codec", "size_bytes", "sha256"])
 def test_every_field_of_an_encoding_is_required_and_part_of_the_identity(field: str) -> None:
     """A missing one is refused; another value is refused or gives another digest."""
