@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cartridge_engine_ext.agent_metrics import AgentMetrics, MetricsServer
 from cartridge_engine_ext.agent_service import AgentService
 from cartridge_engine_ext.control_access import OPEN_ACCESS, ControlAccess
 from cartridge_engine_ext.control_service import ControlServer, ControlService
@@ -26,7 +27,7 @@ from cartridge_engine_ext.eviction import EVICTION_POLICIES, EvictionPolicyName
 from cartridge_engine_ext.nvme_source import NvmeSource
 from cartridge_engine_ext.nvme_tier import DiskFailed, NvmeTier
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
-from cartridge_proto.residency import Epoch, ReplicaId, Tier
+from cartridge_proto.residency import Epoch, FailureReason, ReplicaId, Tier
 from cartridge_proto.stores import Store, StoreError, open_store
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class AgentOptions:
     allowed_uids: frozenset[int] | None = None
     control_address: str | None = None
     access: ControlAccess = OPEN_ACCESS
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    """0 takes a free one; `None` = no metrics are served."""
     name: str = "agent"
 
 
@@ -78,6 +82,8 @@ def check_options(options: AgentOptions) -> None:
         problems.append("nvme_dir and nvme_bytes: both or neither")
     if options.nvme_bytes is not None and options.nvme_bytes <= 0:
         problems.append(f"nvme_bytes: {options.nvme_bytes} must be above 0")
+    if options.metrics_port is not None and not 0 <= options.metrics_port <= 65535:
+        problems.append(f"metrics_port: {options.metrics_port} must be from 0 to 65535")
     if problems:
         raise ConfigurationError("; ".join(problems))
 
@@ -109,7 +115,8 @@ class NodeAgent:
         self._opener = opener
         boot = secrets.token_hex(16)
         with contextlib.ExitStack() as undo:
-            self._ledger = ResidencyLedger()
+            self._metrics = AgentMetrics()
+            self._ledger = ResidencyLedger(observer=self._metrics)
             source = self._open_source(options, undo)
             self.service = AgentService(
                 Path(options.listen.partition(":")[2]),
@@ -123,7 +130,7 @@ class NodeAgent:
                 pinned_bytes=options.pinned_bytes,
                 policy=EVICTION_POLICIES[options.eviction_policy](),
                 on_ready=self._on_ready,
-                on_failed=self.service.on_failed,
+                on_failed=self._on_failed,
                 on_evict=lambda digest: self._ledger.leave(digest, Tier.DRAM),
                 on_pin=lambda digest, is_pinned: self._ledger.set_pinned(
                     digest, Tier.DRAM, is_pinned=is_pinned
@@ -135,6 +142,7 @@ class NodeAgent:
             # Before the pool: engines whose connection has ended load by themselves.
             undo.callback(self.service.stop)
             self.control = self._open_control(options, boot, undo)
+            self.metrics = self._open_metrics(options, undo)
             self.service.start(self.pool)
             self._undo = undo.pop_all()
 
@@ -144,7 +152,12 @@ class NodeAgent:
 
     def _on_ready(self, digest: "Digest", size_bytes: int) -> None:
         self._ledger.enter(digest, Tier.DRAM, size_bytes)
+        self._metrics.note_loaded(None)
         self.service.on_ready(digest, size_bytes)
+
+    def _on_failed(self, digest: "Digest", reason: FailureReason) -> None:
+        self._metrics.note_loaded(reason)
+        self.service.on_failed(digest, reason)
 
     def _open_source(self, options: AgentOptions, undo: contextlib.ExitStack) -> ArtifactReader:
         try:
@@ -187,6 +200,20 @@ class NodeAgent:
         server.set_serving(is_serving=True)
         return server
 
+    def _open_metrics(
+        self, options: AgentOptions, undo: contextlib.ExitStack
+    ) -> MetricsServer | None:
+        if options.metrics_port is None:
+            return None
+        self._metrics.watch(
+            num_engines=lambda: self.service.num_engines,
+            used_bytes=lambda: self.pool.used_bytes,
+            capacity_bytes=options.dram_bytes,
+        )
+        server = MetricsServer(self._metrics.registry, options.metrics_host, options.metrics_port)
+        undo.callback(server.stop)
+        return server
+
 
 def run_agent(options: AgentOptions, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; `say` gets a line when engines may connect.
@@ -202,8 +229,9 @@ def run_agent(options: AgentOptions, say: Callable[[str], None]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     agent = NodeAgent(options)
     try:
-        address = "" if agent.control is None else f", control at {agent.control.address}"
-        say(f"serving engines at {options.listen}{address}")
+        control = "" if agent.control is None else f", control at {agent.control.address}"
+        metrics = "" if agent.metrics is None else f", metrics at {agent.metrics.address}"
+        say(f"serving engines at {options.listen}{control}{metrics}")
         stopped.wait()
     finally:
         agent.stop()

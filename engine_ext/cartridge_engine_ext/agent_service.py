@@ -127,7 +127,7 @@ class AgentService:
         """An artifact can be used."""
         self._answer_all(digest)
 
-    def on_failed(self, digest: Digest) -> None:
+    def on_failed(self, digest: Digest, reason: FailureReason) -> None:
         """A load has failed."""
         self._answer_all(digest)
 

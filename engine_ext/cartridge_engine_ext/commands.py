@@ -200,6 +200,8 @@ class AgentCommand:
         add("--control-tls-cert", help="PEM file: its certificate")
         add("--control-tls-key", help="PEM file: its private key")
         add("--control-tls-client-ca", help="PEM file: who signs callers' certificates")
+        add("--metrics-port", type=int, help="port of Prometheus metrics; default: none")
+        add("--metrics-host", default="127.0.0.1", help="its address; default: 127.0.0.1")
         add("--name", default="agent", help="what it is called in answers; default: agent")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -228,6 +230,8 @@ class AgentCommand:
                     tls_key=args.control_tls_key,
                     tls_client_ca=args.control_tls_client_ca,
                 ),
+                metrics_host=args.metrics_host,
+                metrics_port=args.metrics_port,
                 name=args.name,
             )
             run_agent(options, lambda line: print(line, flush=True))

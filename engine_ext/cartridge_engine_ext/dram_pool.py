@@ -116,8 +116,8 @@ class DramPool:
     `admit(manifest)` may refuse an artifact before its blobs are read, `check(manifest, blob
     digest, buffer)` after each was read and hashed; both raise, `admit` a `Refusal`, `check` an
     `InvalidPayload`. `on_ready(digest, size_bytes)` is called when an artifact can be used,
-    `on_failed(digest)` when its load has failed, `on_evict(digest)` before its memory is given
-    back, `on_pin(digest, is_pinned)` when its first pin comes or its last one goes,
+    `on_failed(digest, reason)` when its load has failed, `on_evict(digest)` before its memory is
+    given back, `on_pin(digest, is_pinned)` when its first pin comes or its last one goes,
     `on_shortage()` when a load begins to wait for room. They run on the thread that caused them,
     without the pool's lock.
     """
@@ -133,7 +133,7 @@ class DramPool:
         admit: Callable[[Manifest], None] = lambda manifest: None,
         check: Callable[[Manifest, str, memoryview], None] = lambda manifest, digest, buffer: None,
         on_ready: Callable[[Digest, int], None] = lambda digest, size_bytes: None,
-        on_failed: Callable[[Digest], None] = lambda digest: None,
+        on_failed: Callable[[Digest, FailureReason], None] = lambda digest, reason: None,
         on_evict: Callable[[Digest], None] = lambda digest: None,
         on_pin: Callable[[Digest, bool], None] = lambda digest, is_pinned: None,
         on_shortage: Callable[[], None] = lambda: None,
@@ -558,7 +558,7 @@ class DramPool:
                 return
             self._settle(entry, refusal)
         try:
-            self._on_failed(entry.digest)
+            self._on_failed(entry.digest, refusal.reason)
         except Exception:
             logger.exception("artifact %s: what follows its failure failed", entry.digest)
 

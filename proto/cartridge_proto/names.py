@@ -152,6 +152,15 @@ METRIC_ENGINE_RESIDENT_BYTES: Final = "cartridge_engine_resident_bytes"
 METRIC_ENGINE_QUARANTINED: Final = "cartridge_engine_quarantined"
 METRIC_ENGINE_HINTS: Final = "cartridge_engine_hints"
 
+# Prometheus metrics of the node agent.
+METRIC_AGENT_RESIDENT_ARTIFACTS: Final = "cartridge_agent_resident_artifacts"
+METRIC_AGENT_RESIDENT_BYTES: Final = "cartridge_agent_resident_bytes"
+METRIC_AGENT_EVICTIONS: Final = "cartridge_agent_evictions"
+METRIC_AGENT_LOADS: Final = "cartridge_agent_loads"
+METRIC_AGENT_ENGINES: Final = "cartridge_agent_engines"
+METRIC_AGENT_DRAM_USED_BYTES: Final = "cartridge_agent_dram_used_bytes"
+METRIC_AGENT_DRAM_CAPACITY_BYTES: Final = "cartridge_agent_dram_capacity_bytes"
+
 SPAN_PREFIX: Final = "cartridge.prefix"
 ATTRIBUTE_COMPOSITION: Final = "cartridge.composition"
 ATTRIBUTE_TIER: Final = "cartridge.tier"

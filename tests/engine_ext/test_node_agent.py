@@ -6,9 +6,10 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
@@ -16,14 +17,16 @@ from typing import IO
 import grpc
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cartridge_engine_ext import agent_wire as wire
 from cartridge_engine_ext.agent import AgentOptions, NodeAgent, check_options
 from cartridge_engine_ext.agent_pool import AgentPool
 from cartridge_engine_ext.artifact_pool import ArtifactPool
-from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.errors import ConfigurationError, Refusal
 from cartridge_engine_ext.sealed_memory import map_memory
 from cartridge_proto.digest import Digest, sha256_digest
+from cartridge_proto.residency import FailureReason
 from cartridge_proto.stores import LocalStore
 from cartridge_proto.v1 import control_pb2, control_pb2_grpc
 from tests.engine_ext.stored_artifacts import WAIT_S, blob_path, put_sample
@@ -85,13 +88,15 @@ class Node:
 
     def start(self, arguments: list[str], **environment: str) -> "subprocess.Popen[str]":
         """A process that ends with the test."""
+        # The tests' own folder, and whatever this process runs from.
+        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()} | environment,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment,
         )
         self.stack.callback(end, process)
         return process
@@ -455,6 +460,84 @@ def test_the_agent_keeps_artifacts_on_a_local_disk_too(node: Node) -> None:
         blob_path(node.store, manifest).unlink(missing_ok=True)
 
 
+def metrics_of(address: str) -> dict[tuple[str, ...], float]:
+    """All numbers at an address, by name and values of labels."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name.removeprefix("cartridge_agent_"), *sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
+
+def test_metrics_tell_what_the_agent_holds(node: Node) -> None:
+    """Bytes and artifacts by tier, loads by result, evictions, engines; every series from 0 on."""
+    options = AgentOptions(
+        listen=f"unix:{node.socket}",
+        store=str(node.store.root),
+        dram_bytes=2 * SIZE,
+        nvme_dir=node.folder / "nvme",
+        nvme_bytes=1 << 20,
+        metrics_port=0,
+    )
+    agent = NodeAgent(options)
+    node.stack.callback(agent.stop)
+    assert agent.metrics is not None
+    address = agent.metrics.address
+    before = metrics_of(address)
+    assert before["dram_capacity_bytes",] == 2 * SIZE
+    assert {value for key, value in before.items() if key[-1] in ("dram", "nvme")} == {0}
+    assert {key[1] for key in before if key[0] == "loads_total"} == {"loaded", *FailureReason}
+    pool = node.start_pool()
+    for seed in (1, 2, 3):
+        digest, _ = put_sample(node.store, seed=seed)
+        pool.acquire(digest, long_deadline())
+        pool.wait(digest, WAIT_S)
+        pool.release(digest)
+    absent = sha256_digest(b"absent")
+    pool.acquire(absent, long_deadline())
+    with pytest.raises(Refusal):
+        pool.wait(absent, WAIT_S)
+    found = metrics_of(address)
+    assert found["engines",] == 1
+    assert found["loads_total", "loaded"] == 3
+    assert found["loads_total", "unknown_artifact"] == 1
+    assert found["resident_artifacts", "dram"] == 2
+    assert found["resident_bytes", "dram"] == found["dram_used_bytes",] == 2 * SIZE
+    assert found["evictions_total", "dram"] == 1
+    assert found["resident_artifacts", "nvme"] == 3
+    assert found["evictions_total", "nvme"] == 0
+    pool.close()
+    until(lambda: metrics_of(address)["engines",] == 0)
+
+
+def test_metrics_are_off_or_at_one_port(node: Node) -> None:
+    """On loopback unless said; the line that says so has the port; a taken one is named."""
+    process = node.start(
+        [
+            *("-m", "cartridge_router", "agent", f"--listen=unix:{node.socket}"),
+            *(f"--store={node.store.root}", "--dram-bytes=1000", "--metrics-port=0"),
+        ]
+    )
+    line = first_line(process.stdout)
+    _, _, address = line.partition(", metrics at ")
+    assert address.startswith("127.0.0.1:")
+    assert metrics_of(address)["engines",] == 0
+    options = AgentOptions(
+        listen=f"unix:{node.folder}/other.sock",
+        store=str(node.store.root),
+        dram_bytes=1000,
+        metrics_port=int(address.rpartition(":")[2]),
+    )
+    with pytest.raises(ConfigurationError, match=f"metrics_port: {address}: Address already"):
+        NodeAgent(options)
+    agent = NodeAgent(replace(options, metrics_port=None))
+    assert agent.metrics is None
+    agent.stop()
+
+
 def test_the_agent_needs_no_torch() -> None:
     """Its modules import without torch and vLLM."""
     script = (
@@ -477,6 +560,7 @@ def test_the_agent_needs_no_torch() -> None:
         ({"pinned_bytes": 101}, "pinned_bytes: 101 must be from 0 to dram_bytes"),
         ({"nvme_dir": Path("/nvme")}, "nvme_dir and nvme_bytes: both or neither"),
         ({"nvme_dir": Path("/nvme"), "nvme_bytes": 0}, "nvme_bytes: 0 must be above 0"),
+        ({"metrics_port": 65536}, "metrics_port: 65536 must be from 0 to 65535"),
     ],
 )
 def test_bad_options_are_named(changes: dict[str, object], text: str) -> None:

@@ -36,7 +36,7 @@ def test_metrics_are_prometheus_names_without_the_counter_suffix() -> None:
     """Metric names carry the product prefix; the client library adds `_total` itself."""
     for name, value in CONSTANTS.items():
         if name.startswith("METRIC_"):
-            assert value.startswith(("cartridge_router_", "cartridge_engine_"))
+            assert value.startswith(("cartridge_router_", "cartridge_engine_", "cartridge_agent_"))
             assert not value.endswith("_total")
 
 
