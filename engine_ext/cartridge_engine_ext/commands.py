@@ -17,6 +17,7 @@ from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.stores import StoreError, open_store
 
 if TYPE_CHECKING:
+    from cartridge_engine_ext.agent import AgentOptions
     from cartridge_engine_ext.build import Built
 
 
@@ -206,39 +207,49 @@ class AgentCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Serve until a signal."""
-        from cartridge_engine_ext.agent import AgentOptions, run_agent
-        from cartridge_engine_ext.control_access import read_access
+        from cartridge_engine_ext.agent import run_agent
         from cartridge_engine_ext.errors import ConfigurationError
-        from cartridge_engine_ext.eviction import EvictionPolicyName
 
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         try:
-            options = AgentOptions(
-                listen=args.listen,
-                store=args.store,
-                dram_bytes=args.dram_bytes,
-                pinned_bytes=args.pinned_bytes,
-                eviction_policy=EvictionPolicyName(args.eviction_policy),
-                num_loaders=args.num_loaders,
-                nvme_dir=args.nvme_dir,
-                nvme_bytes=args.nvme_bytes,
-                allowed_uids=frozenset(args.allow_uid) if args.allow_uid else None,
-                control_address=args.control_address,
-                access=read_access(
-                    token_file=args.control_token_file,
-                    tls_cert=args.control_tls_cert,
-                    tls_key=args.control_tls_key,
-                    tls_client_ca=args.control_tls_client_ca,
-                ),
-                metrics_host=args.metrics_host,
-                metrics_port=args.metrics_port,
-                name=args.name,
-            )
-            run_agent(options, lambda line: print(line, flush=True))
+            run_agent(agent_options(args), lambda line: print(line, flush=True))
         except ConfigurationError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
         return 0
+
+
+def agent_options(args: argparse.Namespace) -> "AgentOptions":
+    """What the arguments of `agent` say.
+
+    Raises:
+        ConfigurationError: a file of the control service cannot be used.
+    """
+    from cartridge_engine_ext.agent import AgentOptions
+    from cartridge_engine_ext.control_access import read_access
+    from cartridge_engine_ext.eviction import EvictionPolicyName
+
+    return AgentOptions(
+        listen=args.listen,
+        store=args.store,
+        dram_bytes=args.dram_bytes,
+        pinned_bytes=args.pinned_bytes,
+        eviction_policy=EvictionPolicyName(args.eviction_policy),
+        num_loaders=args.num_loaders,
+        nvme_dir=args.nvme_dir,
+        nvme_bytes=args.nvme_bytes,
+        allowed_uids=frozenset(args.allow_uid) if args.allow_uid else None,
+        control_address=args.control_address,
+        access=read_access(
+            token_file=args.control_token_file,
+            tls_cert=args.control_tls_cert,
+            tls_key=args.control_tls_key,
+            tls_client_ca=args.control_tls_client_ca,
+        ),
+        metrics_host=args.metrics_host,
+        metrics_port=args.metrics_port,
+        name=args.name,
+    )
 
 
 cartridge_build = BuildCommand()

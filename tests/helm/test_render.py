@@ -1,5 +1,6 @@
 """The chart through the real Helm library: it lints, its parts agree, bad values are refused."""
 
+import argparse
 import copy
 import hashlib
 import json
@@ -13,6 +14,8 @@ import msgspec
 import pytest
 import yaml
 
+from cartridge_engine_ext.agent import AgentOptions, check_options
+from cartridge_engine_ext.commands import AgentCommand, agent_options
 from cartridge_proto.names import (
     ENV_REDIS_PASSWORD,
     ENV_REDIS_PASSWORD_FILE,
@@ -26,6 +29,7 @@ CHART = Path(__file__).resolve().parents[2] / "helm" / "cartridge-router"
 CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 RELEASE = "demo"
 LINT_WARNING = 2
+WORKLOADS = ("DaemonSet", "Deployment", "StatefulSet")
 
 Manifest = dict[str, Any]
 
@@ -72,7 +76,7 @@ def only(objects: list[Manifest], kind: str, name_end: str = "") -> Manifest:
 
 
 def container_of(workload: Manifest) -> Manifest:
-    """The only container of a Deployment or StatefulSet."""
+    """The only container of a workload."""
     containers: list[Manifest] = workload["spec"]["template"]["spec"]["containers"]
     assert len(containers) == 1
     return containers[0]
@@ -93,6 +97,11 @@ def transfer_config(objects: list[Manifest]) -> Manifest:
     return parsed
 
 
+def workloads(objects: list[Manifest]) -> list[Manifest]:
+    """Everything that runs pods."""
+    return [item for item in objects if item["kind"] in WORKLOADS]
+
+
 @pytest.fixture(params=CI_FILES, ids=lambda path: path.stem)
 def values(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Values of each file in `ci/`."""
@@ -108,6 +117,7 @@ def objects(values: dict[str, Any]) -> list[Manifest]:
 def test_there_are_values_to_try() -> None:
     """The example files are there."""
     assert {path.stem for path in CI_FILES} == {
+        "agent-values",
         "default-values",
         "gpu-engine-values",
         "minimal-values",
@@ -126,6 +136,7 @@ def test_every_object_is_one_that_kubernetes_knows(objects: list[Manifest]) -> N
     """Each object has a kind of a known API version, a legal name and the release's labels."""
     versions = {
         "ConfigMap": "v1",
+        "DaemonSet": "apps/v1",
         "Deployment": "apps/v1",
         "PodDisruptionBudget": "policy/v1",
         "Service": "v1",
@@ -230,9 +241,9 @@ def test_the_gateway_s_command_and_probes_are_its_contract(objects: list[Manifes
 
 def test_pods_run_without_privileges(objects: list[Manifest]) -> None:
     """Non-root, read-only root, no capability, no token, and a writable `/tmp`."""
-    for kind in ("Deployment", "StatefulSet"):
-        pod = only(objects, kind)["spec"]["template"]["spec"]
-        container = container_of(only(objects, kind))
+    for workload in workloads(objects):
+        pod = workload["spec"]["template"]["spec"]
+        container = container_of(workload)
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["automountServiceAccountToken"] is False
@@ -271,21 +282,100 @@ def test_a_store_by_url_is_the_same_for_gateway_and_engines() -> None:
     assert {"name": "nvme", "mountPath": "/nvme"} in container["volumeMounts"]
 
 
+def agent_objects(**changes: Any) -> list[Manifest]:
+    """What the values with a node agent render to."""
+    values = values_of(CHART / "ci" / "agent-values.yaml")
+    values["agent"] |= changes
+    return render(values)
+
+
+def test_without_being_asked_there_is_no_agent() -> None:
+    """And engines know of none."""
+    objects = render(minimal())
+    assert "DaemonSet" not in {item["kind"] for item in objects}
+    assert "agent_socket" not in transfer_config(objects)["kv_connector_extra_config"]
+
+
+def test_agent_and_engines_meet_at_one_socket() -> None:
+    """In a folder of the node that must be there, where only the agent may write."""
+    objects = agent_objects(socketFolder="/var/lib/sockets")
+    agent, engines = only(objects, "DaemonSet"), only(objects, "StatefulSet")
+    folder = {"hostPath": {"path": "/var/lib/sockets", "type": "Directory"}, "name": "agent"}
+    mounts = {}
+    for workload in (agent, engines):
+        assert folder in workload["spec"]["template"]["spec"]["volumes"]
+        (mount,) = [
+            mount for mount in container_of(workload)["volumeMounts"] if mount["name"] == "agent"
+        ]
+        mounts[workload["kind"]] = mount
+    assert mounts["StatefulSet"] == {**mounts["DaemonSet"], "readOnly": True}
+    socket = transfer_config(objects)["kv_connector_extra_config"]["agent_socket"]
+    assert socket.startswith(f"unix:{mounts['DaemonSet']['mountPath']}/")
+    assert options_of(agent).listen == socket
+    # The agent lets its own user in.
+    pods = [workload["spec"]["template"]["spec"] for workload in (agent, engines)]
+    assert pods[0]["securityContext"] == pods[1]["securityContext"]
+
+
+def options_of(agent: Manifest) -> AgentOptions:
+    """What the agent's command makes of its arguments."""
+    container = container_of(agent)
+    assert container["command"] == ["cartridge-router", "agent"]
+    parser = argparse.ArgumentParser()
+    AgentCommand().configure(parser)
+    options = agent_options(parser.parse_args(container["args"]))
+    check_options(options)
+    return options
+
+
+def test_the_agent_s_arguments_are_its_command_s() -> None:
+    """The command takes them, and what it listens at is what is probed."""
+    agent = only(agent_objects(evictionPolicy="gdsf", metricsPort=9000), "DaemonSet")
+    options, container = options_of(agent), container_of(agent)
+    assert (options.store, options.dram_bytes) == ("/store", 64 << 30)
+    assert (str(options.nvme_dir), options.nvme_bytes) == ("/nvme", 32 << 30)
+    assert options.eviction_policy == "gdsf"
+    assert (options.metrics_host, options.metrics_port) == ("0.0.0.0", 9000)
+    assert container["ports"] == [{"name": "metrics", "containerPort": 9000}]
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/metrics", "port": "metrics"}
+
+
+def test_the_agent_pays_for_what_it_keeps() -> None:
+    """Its memory is requested and allowed: the bound of artifacts, and the process beside it."""
+    agent = only(agent_objects(dramBytes=64 << 30, overheadBytes=1 << 30), "DaemonSet")
+    resources = container_of(agent)["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"] == str(65 << 30)
+
+
+def test_agents_run_where_engines_may() -> None:
+    """On the same nodes; what engines want of one another is not for agents."""
+    objects = agent_objects()
+    agent, engines = (
+        only(objects, kind)["spec"]["template"]["spec"] for kind in ("DaemonSet", "StatefulSet")
+    )
+    for key in ("nodeSelector", "tolerations"):
+        assert agent[key] == engines[key]
+    assert "affinity" in engines
+    assert "affinity" not in agent
+    assert container_of(only(objects, "DaemonSet"))["image"] == engines["containers"][0]["image"]
+
+
 def test_service_accounts_exist(objects: list[Manifest]) -> None:
     """Each workload runs as an account that the chart makes."""
     made = {item["metadata"]["name"] for item in objects if item["kind"] == "ServiceAccount"}
-    used = {
-        only(objects, kind)["spec"]["template"]["spec"]["serviceAccountName"]
-        for kind in ("Deployment", "StatefulSet")
-    }
-    assert used == made
-    assert len(used) == 2
+    used = [
+        workload["spec"]["template"]["spec"]["serviceAccountName"]
+        for workload in workloads(objects)
+    ]
+    assert set(used) == made
+    assert len(set(used)) == len(used) >= 2
 
 
 def test_images_are_pinned(objects: list[Manifest]) -> None:
     """No image floats: each has a digest, or a tag other than `latest`."""
-    for kind in ("Deployment", "StatefulSet"):
-        image = container_of(only(objects, kind))["image"]
+    for workload in workloads(objects):
+        image = container_of(workload)["image"]
         assert re.fullmatch(r"[^@]+@sha256:[0-9a-f]{64}|.+:[A-Za-z0-9_.-]+", image)
         assert not image.endswith(":latest")
 
@@ -419,13 +509,15 @@ def test_budgets_are_off_until_they_are_asked_for() -> None:
 
 
 def test_each_template_file_holds_one_kind() -> None:
-    """A file is named for the kind of everything in it."""
+    """A file is named for the kind of everything in it, and some example makes something of it."""
+    found: dict[str, set[str]] = {}
     with helm.Chart.load(CHART) as chart:
-        files = chart.render(values_of(CHART / "ci" / "default-values.yaml"), name=RELEASE)
-    for path, text in files.items():
-        if path.endswith(".yaml"):
-            kinds = {item["kind"].lower() for item in yaml.safe_load_all(text) if item}
-            assert kinds == {Path(path).stem}
+        for case in CI_FILES:
+            for path, text in chart.render(values_of(case), name=RELEASE).items():
+                if path.endswith(".yaml"):
+                    kinds = {item["kind"].lower() for item in yaml.safe_load_all(text) if item}
+                    found.setdefault(path, set()).update(kinds)
+    assert found == {path: {Path(path).stem} for path in found}
 
 
 @pytest.mark.parametrize(
@@ -459,6 +551,14 @@ def test_each_template_file_holds_one_kind() -> None:
         ({"router__service__type": "ExternalName"}, "/router/service/type"),
         ({"residencyKey__key": "secret"}, "key"),
         ({"engine__enabled": False}, "/externalReplicas"),
+        (
+            {"engine__enabled": False, "externalReplicas": ["a=http://a"], "agent__enabled": True},
+            "/agent/enabled",
+        ),
+        ({"agent__socketFolder": "sockets"}, "/agent/socketFolder"),
+        ({"agent__dramBytes": "64Gi"}, "/agent/dramBytes"),
+        ({"agent__evictionPolicy": "fifo"}, "/agent/evictionPolicy"),
+        ({"agent__resources": {}}, "resources"),
         ({"externalReplicas": ["http://no-name"]}, "/externalReplicas/0"),
         ({"surprise": 1}, "surprise"),
     ],

@@ -24,6 +24,19 @@
 {{- printf "%s-engine-headless" (include "cartridge-router.fullname" .) -}}
 {{- end -}}
 
+{{- define "cartridge-router.agentName" -}}
+{{- printf "%s-agent" (include "cartridge-router.fullname" .) -}}
+{{- end -}}
+
+{{/* Where the node's folder with the agent's socket is in agent and engines. */}}
+{{- define "cartridge-router.agentFolder" -}}
+/run/cartridge-agent
+{{- end -}}
+
+{{- define "cartridge-router.agentSocket" -}}
+unix:{{ include "cartridge-router.agentFolder" . }}/agent.sock
+{{- end -}}
+
 {{/* Labels that select pods: call with (dict "root" $ "component" "gateway"). */}}
 {{- define "cartridge-router.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "cartridge-router.name" .root }}
@@ -115,6 +128,9 @@ envFrom:
 {{- if .Values.engine.nvme.volume -}}
 {{- $_ := set $extra "nvme_dir" "/nvme" -}}
 {{- $_ := set $extra "nvme_bytes" (int64 .Values.engine.nvme.bytes) -}}
+{{- end -}}
+{{- if .Values.agent.enabled -}}
+{{- $_ := set $extra "agent_socket" (include "cartridge-router.agentSocket" .) -}}
 {{- end -}}
 {{- dict
       "kv_connector" "CartridgeConnector"
