@@ -4,25 +4,16 @@ import math
 import struct
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 
 from cartridge_engine_ext.artifact_pool import Artifact, ArtifactPool, tensor_view
 from cartridge_engine_ext.errors import Refusal
@@ -32,6 +23,7 @@ from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import Manifest, ValueScale
 from cartridge_proto.residency import FailureReason
 from cartridge_proto.stores import LocalStore
+from tests.engine_ext.pool_machine import PoolMachine
 from tests.engine_ext.stored_artifacts import (
     WAIT_S,
     ObservedStore,
@@ -543,128 +535,52 @@ def test_a_view_covers_the_bytes_it_is_told() -> None:
 
 
 # --- any order of operations ---------------------------------------------------------------------
-class PoolMachine(RuleBasedStateMachine):
-    """The pool beside a model of it: what is resident, in which order, and who uses what."""
+class LeastRecentlyUsedMachine(PoolMachine):
+    """With the order in which artifacts leave, and all that is announced."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = TemporaryDirectory()
-        self.store = LocalStore(Path(self.folder.name))
-        samples = [put_sample(self.store, num_tokens=tokens, seed=tokens) for tokens in range(1, 6)]
-        self.digests = [digest for digest, _ in samples]
-        self.manifests = dict(samples)
-        self.is_damaged = dict.fromkeys(self.digests, False)
-        self.users: OrderedDict[Digest, int] = OrderedDict()
-        self.failed: dict[Digest, int] = {}
-        self.announced: list[str] = []
-        self.expected: list[str] = []
+        self.expected: list[tuple[str, Digest]] = []
 
-    @initialize(num_fitting=st.integers(1, 4))
+    @initialize(num_fitting=st.integers(1, 5))
     def open(self, num_fitting: int) -> None:
-        """A tier that holds some of the artifacts, at least the largest."""
-        sizes = sorted(self.size(digest) for digest in self.digests)
-        self.capacity = max(sum(sizes[:num_fitting]), sizes[-1])
+        """A pool of one loader, as an engine makes it."""
+        self.choose_capacity(num_fitting)
         self.pool = ArtifactPool(
             store=self.store,
             engine=ENGINE,
             capacity_bytes=self.capacity,
             num_loaders=1,
-            on_ready=lambda digest, _: self.announced.append(f"ready {digest}"),
-            on_evict=lambda digest: self.announced.append(f"evict {digest}"),
+            on_ready=self.on_ready,
+            on_evict=self.on_evict,
         )
 
-    def size(self, digest: Digest) -> int:
-        """Bytes of an artifact."""
-        return self.manifests[digest].payload_bytes
-
-    def victims(self, digest: Digest) -> list[Digest] | None:
-        """What must go before an artifact can come; `None` when not enough can."""
+    def foresee_load(self, digest: Digest) -> bool:
+        """What leaves for it, the least recently used first, and whether it comes."""
+        is_loaded = super().foresee_load(digest)
         missing = sum(map(self.size, self.users)) + self.size(digest) - self.capacity
-        found = []
-        for resident, num_users in self.users.items():
-            if missing > 0 and num_users == 0:
-                found.append(resident)
+        for resident in self.users if self.can_fit(digest) else ():
+            if missing > 0 and self.is_idle(resident):
+                self.foresee_eviction(resident)
                 missing -= self.size(resident)
-        return found if missing <= 0 else None
+        if is_loaded:
+            self.expected.append(("ready", digest))
+        return is_loaded
 
-    def load(self, digest: Digest) -> None:
-        """The model's load: ready, or failed without room or with damaged bytes."""
-        victims = self.victims(digest)
-        num_users = self.failed.pop(digest, 0) + 1
-        for victim in victims or []:
-            del self.users[victim]
-            self.expected.append(f"evict {victim}")
-        if victims is None or self.is_damaged[digest]:
-            self.failed[digest] = num_users
-        else:
-            self.users[digest] = num_users
-            self.expected.append(f"ready {digest}")
-
-    @rule(index=st.integers(0, 4))
-    def acquire(self, index: int) -> None:
-        """Use an artifact and wait for the end of its load."""
-        digest = self.digests[index]
-        is_ready = self.pool.acquire(digest, time.monotonic())
-        assert is_ready == (digest in self.users)
-        if is_ready:
-            self.users[digest] += 1
-            self.users.move_to_end(digest)
-            return
-        self.load(digest)
-        if digest in self.users:
-            assert self.pool.wait(digest, WAIT_S)[0].digest == digest
-            return
-        with pytest.raises(Refusal) as caught:
-            self.pool.wait(digest, WAIT_S)
-        assert caught.value.reason in {FailureReason.CAPACITY, FailureReason.CORRUPT_ARTIFACT}
-
-    @precondition(lambda self: any(self.users.values()) or self.failed)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        """End one use of something."""
-        held = [digest for digest, num_users in self.users.items() if num_users]
-        digest = data.draw(st.sampled_from([*held, *self.failed]))
-        counts = self.users if digest in self.users else self.failed
-        counts[digest] -= 1
-        if self.failed.get(digest) == 0:
-            del self.failed[digest]
-        self.pool.release(digest)
-
-    @rule(index=st.integers(0, 4))
-    def evict(self, index: int) -> None:
-        """Ask to drop an artifact."""
-        digest = self.digests[index]
-        reason = self.pool.evict(digest)
-        assert (reason is None) == (self.users.get(digest) == 0)
-        if reason is None:
-            del self.users[digest]
-            self.expected.append(f"evict {digest}")
-
-    @rule(index=st.integers(0, 4))
-    def damage_or_repair(self, index: int) -> None:
-        """Flip a bit on disk, or flip it back."""
-        digest = self.digests[index]
-        flip_bit(blob_path(self.store, self.manifests[digest]))
-        self.is_damaged[digest] = not self.is_damaged[digest]
+    def foresee_eviction(self, digest: Digest) -> None:
+        """It is withdrawn."""
+        self.expected.append(("evict", digest))
 
     @invariant()
-    def agrees_with_the_model(self) -> None:
-        """Residents, their order and users, sizes and what was announced are the model's."""
-        self.pool.check_invariants()
-        residents = [(artifact.digest, count) for artifact, count in self.pool.residents()]
-        assert residents == list(self.users.items())
-        assert self.pool.used_bytes == sum(map(self.size, self.users))
+    def keeps_the_order(self) -> None:
+        """The order of residents and what was announced are the model's."""
+        assert [artifact.digest for artifact, _ in self.pool.residents()] == list(self.users)
         assert self.announced == self.expected
-
-    def teardown(self) -> None:
-        """Close the pool and remove the store."""
-        if hasattr(self, "pool"):
-            self.pool.close()
-        self.folder.cleanup()
 
 
 def test_any_order_of_operations_keeps_the_invariants() -> None:
     """Acquire, release, evict, damage and repair in any order agree with a model of the tier."""
     run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=25, stateful_step_count=25, deadline=None)
+        LeastRecentlyUsedMachine,
+        settings=settings(max_examples=150, stateful_step_count=40, deadline=None),
     )

@@ -6,20 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from cartridge_engine_ext.dram_pool import MAX_OWNERS, MAX_PREFETCHES, DramPool
 from cartridge_engine_ext.dram_tier import Artifact, ArtifactReader, DramTier
@@ -36,6 +28,7 @@ from cartridge_engine_ext.sealed_memory import SealedMemory
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.residency import FailureReason, Tier
 from cartridge_proto.stores import LocalStore, StoreUnavailable
+from tests.engine_ext.pool_machine import PoolMachine, indexes
 from tests.engine_ext.stored_artifacts import (
     WAIT_S,
     ObservedStore,
@@ -45,9 +38,6 @@ from tests.engine_ext.stored_artifacts import (
 )
 from tests.engine_ext.waiting import until
 from tests.proto.sample_artifact import sample_artifact
-
-if TYPE_CHECKING:
-    from cartridge_proto.manifest import Manifest
 
 MANIFEST, BLOB = sample_artifact()
 SIZE = len(BLOB)
@@ -489,79 +479,26 @@ def test_an_error_in_what_follows_a_load_changes_nothing(tmp_path: Path) -> None
 
 
 # --- any order of operations ---------------------------------------------------------------------
-class PoolMachine(RuleBasedStateMachine):
-    """The pool beside a model: what is resident, who uses and who pins it, what had to fail.
+class DramPoolMachine(PoolMachine):
+    """With prefetches, pins and hints, under each policy.
 
-    The model does not know the policy's order: it checks that whatever left was idle and unpinned.
+    The model does not know a policy's order: it checks that whatever left was idle and unpinned.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = TemporaryDirectory()
-        self.store = LocalStore(Path(self.folder.name))
-        samples = [put_sample(self.store, num_tokens=tokens, seed=tokens) for tokens in range(1, 7)]
-        self.digests = [digest for digest, _ in samples]
-        self.manifests: dict[Digest, Manifest] = dict(samples)
-        self.is_damaged = dict.fromkeys(self.digests, False)
-        self.users: dict[Digest, int] = {}
-        self.failed: dict[Digest, int] = {}
-        self.pins: dict[Digest, set[str]] = {}
-        self.left: list[Digest] = []
 
     @initialize(num_fitting=st.integers(1, 5), name=st.sampled_from(list(EVICTION_POLICIES)))
     def open(self, num_fitting: int, name: EvictionPolicyName) -> None:
-        """A tier that holds some of the artifacts, at least the largest."""
-        sizes = sorted(map(self.size, self.digests))
-        self.capacity = max(sum(sizes[:num_fitting]), sizes[-1])
+        """A pool of two loaders."""
+        self.choose_capacity(num_fitting)
         self.pool = DramPool(
             source=self.store,
             capacity_bytes=self.capacity,
             num_loaders=2,
             policy=EVICTION_POLICIES[name](),
-            on_evict=self.left.append,
+            on_ready=self.on_ready,
+            on_evict=self.on_evict,
         )
 
-    def size(self, digest: Digest) -> int:
-        """Bytes of an artifact."""
-        return self.manifests[digest].payload_bytes
-
-    def can_fit(self, digest: Digest) -> bool:
-        """Whether dropping all that is idle and unpinned makes room."""
-        kept = [d for d, users in self.users.items() if users or self.pins.get(d)]
-        return sum(map(self.size, kept)) + self.size(digest) <= self.capacity
-
-    def settle(self) -> None:
-        """Take what left out of the model; it must have been free to go."""
-        for digest in self.left:
-            assert self.users.pop(digest) == 0
-            assert not self.pins.get(digest)
-        self.left.clear()
-
-    def load(self, digest: Digest) -> bool:
-        """The model's load by a user; whether it succeeds."""
-        num_users = self.failed.pop(digest, 0) + 1
-        is_loaded = self.can_fit(digest) and not self.is_damaged[digest]
-        until(lambda: is_at_rest(self.pool, digest))
-        self.settle()
-        (self.users if is_loaded else self.failed)[digest] = num_users
-        return is_loaded
-
-    @rule(index=st.integers(0, 5))
-    def acquire(self, index: int) -> None:
-        """Use an artifact and wait for the end of its load."""
-        digest = self.digests[index]
-        was_ready = self.pool.acquire(digest, time.monotonic())
-        assert was_ready == (digest in self.users)
-        if was_ready:
-            self.users[digest] += 1
-        elif self.load(digest):
-            assert self.pool.wait(digest, WAIT_S)[0].digest == digest
-        else:
-            refusal = refusal_of(lambda: self.pool.wait(digest, WAIT_S))
-            allowed = {FailureReason.CAPACITY, FailureReason.CORRUPT_ARTIFACT}
-            assert refusal.reason in allowed
-
-    @rule(index=st.integers(0, 5), priority=st.integers(0, 2))
+    @rule(index=indexes, priority=st.integers(0, 2))
     def prefetch(self, index: int, priority: int) -> None:
         """Start a load without a user; it comes, or it leaves no trace."""
         digest = self.digests[index]
@@ -576,19 +513,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert not self.is_damaged[digest]
             self.users[digest] = 0
 
-    @precondition(lambda self: any(self.users.values()) or self.failed)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        """End one use of something."""
-        held = [digest for digest, num_users in self.users.items() if num_users]
-        digest = data.draw(st.sampled_from([*held, *self.failed]))
-        counts = self.users if digest in self.users else self.failed
-        counts[digest] -= 1
-        if self.failed.get(digest) == 0:
-            del self.failed[digest]
-        self.pool.release(digest)
-
-    @rule(index=st.integers(0, 5), owner=st.sampled_from(["a", "b"]))
+    @rule(index=indexes, owner=st.sampled_from(["a", "b"]))
     def pin(self, index: int, owner: str) -> None:
         """Pin what is resident; the budget is half of the tier."""
         digest = self.digests[index]
@@ -603,7 +528,7 @@ class PoolMachine(RuleBasedStateMachine):
             refusal = refusal_of(lambda: self.pool.pin(digest, owner, WAIT_S))
             assert "pinned_bytes" in refusal.detail
 
-    @rule(index=st.integers(0, 5), owner=st.sampled_from(["a", "b"]))
+    @rule(index=indexes, owner=st.sampled_from(["a", "b"]))
     def unpin(self, index: int, owner: str) -> None:
         """Unpin, pinned or not."""
         digest = self.digests[index]
@@ -611,47 +536,16 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.unpin(digest, owner) == (owner in owners)
         owners.discard(owner)
 
-    @rule(index=st.integers(0, 5))
-    def evict(self, index: int) -> None:
-        """Ask to drop an artifact."""
-        digest = self.digests[index]
-        is_free = self.users.get(digest) == 0 and not self.pins.get(digest)
-        assert (self.pool.evict(digest) is None) == is_free
-        self.settle()
-
-    @rule(index=st.integers(0, 5), in_s=st.floats(-1, 100))
+    @rule(index=indexes, in_s=st.floats(-1, 100))
     def expect(self, index: int, in_s: float) -> None:
         """Give a hint."""
         self.pool.expect(self.digests[index], time.monotonic() + in_s)
-
-    @rule(index=st.integers(0, 5))
-    def damage_or_repair(self, index: int) -> None:
-        """Flip a bit on disk, or flip it back."""
-        digest = self.digests[index]
-        flip_bit(blob_path(self.store, self.manifests[digest]))
-        self.is_damaged[digest] = not self.is_damaged[digest]
-
-    @invariant()
-    def agrees_with_the_model(self) -> None:
-        """Residents, users, pins and sizes are the model's."""
-        self.pool.check_invariants()
-        residents = {artifact.digest: count for artifact, count in self.pool.residents()}
-        assert residents == self.users
-        assert self.pool.used_bytes == sum(map(self.size, self.users))
-        for holding in self.pool.holdings():
-            assert set(holding.pinned_by) == self.pins.get(holding.digest, set())
-
-    def teardown(self) -> None:
-        """Close the pool and remove the store."""
-        if hasattr(self, "pool"):
-            self.pool.close()
-        self.folder.cleanup()
 
 
 def test_any_order_of_operations_keeps_the_invariants() -> None:
     """Use, prefetch, pin, evict, hint, damage and repair in any order agree with a model."""
     run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None)
+        DramPoolMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
     )
 
 
