@@ -138,7 +138,7 @@ def test_a_reset_between_steps_withdraws_rows(
         assert in_hbm(ledger) == {ONE: (300, False)}
         assert blocks.reset()
         assert in_hbm(ledger) == {}
-        assert not census.is_whole(ONE)
+        assert not census.is_whole(ONE, HASHES)
 
 
 def test_a_reset_of_vllms_own_pool_withdraws_rows(ledger: ResidencyLedger) -> None:
@@ -214,14 +214,14 @@ def test_pinned_blocks_stay_listed(
     census.enter(ONE, HASHES, [])
     blocks.hold(HASHES)
     census.update()
-    done = census.pin(ONE)
+    done = census.pin(ONE, "ops")
     census.update()
     assert done.result(0) is None
     census.enter(ONE, [b"4", b"5", b"6"], [])
     census.update()
     assert in_hbm(ledger) == {ONE: (300, True)}
     assert census.is_whole(ONE, HASHES)
-    gone = census.unpin(ONE)
+    gone = census.unpin(ONE, "ops")
     census.update()
     assert gone.result(0) is None
     assert blocks.freed == HASHES[::-1]
