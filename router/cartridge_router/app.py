@@ -19,7 +19,8 @@ from cartridge_proto.stores import open_store
 from cartridge_router.api import Api, Services, openai_errors
 from cartridge_router.catalog import Catalog
 from cartridge_router.fleet import Fleet
-from cartridge_router.forwarding import Forwarder
+from cartridge_router.forwarding import Forwarder, reuse_trace
+from cartridge_router.outliers import Outliers
 from cartridge_router.placement import Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
@@ -45,7 +46,9 @@ ENGINE_KEEPALIVE_S = 3.0
 async def running_services(settings: Settings, key: bytes | None) -> AsyncIterator[Services]:
     """Everything that runs beside the HTTP server, for as long as the block does."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, auto_decompress=False, trace_configs=[reuse_trace()]
+    ) as session:
         services, jobs = _construct(settings, key, session)
         await services.catalog.read_first()
         with contextlib.suppress(TimeoutError):
@@ -87,6 +90,11 @@ def _construct(
         probe_timeout_s=settings.fleet.probe_timeout_s,
         num_failures=settings.fleet.num_failures,
         must_probe_extension=must_probe_extension,
+        outliers=Outliers(
+            num_failures=settings.fleet.num_request_failures,
+            ejection_s=settings.fleet.ejection_s,
+            suspect_after_s=settings.fleet.suspect_after_s,
+        ),
     )
     store = open_store(settings.store) if settings.store else None
     catalog = Catalog(store, settings.cartridges.refresh_s)
@@ -116,6 +124,7 @@ def _construct(
             fleet=fleet,
             receipts=receipts,
             settings=settings.forwarding,
+            metrics=metrics,
             # Receipts come by Redis; without it there is nothing to wait for.
             receipt_wait_s=RECEIPT_WAIT_S if settings.redis_url is not None else 0.0,
         ),

@@ -18,6 +18,7 @@ import msgspec
 
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_KV_TRANSFER_PARAMS
 from cartridge_proto.residency import ReplicaId
+from cartridge_router.outliers import Outliers
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Fleet:
     """All replicas, watched by one task each while `watch` runs.
 
     `must_probe_extension(replica)` says whether nothing else tells what the replica can do.
+    `outliers` says which of them others should be asked before.
     """
 
     def __init__(
@@ -87,13 +89,17 @@ class Fleet:
         probe_interval_s: float,
         probe_timeout_s: float,
         num_failures: int,
+        outliers: Outliers,
         must_probe_extension: Callable[[ReplicaId], bool] = lambda replica: False,
     ) -> None:
         self._replicas = {name: Replica(name, url) for name, url in urls.items()}
+        for name in self._replicas:
+            outliers.add(name)
         self._session = session
         self._probe_interval_s = probe_interval_s
         self._timeout = aiohttp.ClientTimeout(total=probe_timeout_s)
         self._num_failures = num_failures
+        self.outliers = outliers
         self._must_probe_extension = must_probe_extension
 
     @property
@@ -139,21 +145,16 @@ class Fleet:
 
     async def probe(self, replica: Replica) -> None:
         """Ask one replica whether it is well and what it serves."""
+        self.outliers.note_asked(replica.replica)
         try:
-            async with self._session.get(f"{replica.url}/health", timeout=self._timeout) as answer:
-                answer.raise_for_status()
-            async with self._session.get(
-                f"{replica.url}/v1/models", timeout=self._timeout
-            ) as answer:
-                answer.raise_for_status()
-                listed = msgspec.json.decode(await answer.read(), type=_ModelList)
-            replica.models = _served(listed.data)
+            replica.models = await self._ask(replica)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             replica.num_failures += 1
             if replica.num_failures >= self._num_failures and replica.is_healthy:
                 logger.warning("replica %s is unhealthy: %r", replica.replica, error)
                 self._set_away(replica)
             return
+        self.outliers.note_answered(replica.replica)
         replica.num_failures = 0
         if not replica.is_healthy:
             logger.info("replica %s is healthy, serves %s", replica.replica, list(replica.models))
@@ -163,6 +164,13 @@ class Fleet:
         if replica.has_extension is None and self._must_probe_extension(replica.replica) and is_due:
             replica.asked_s = now_s
             replica.has_extension = await self._find_extension(replica)
+
+    async def _ask(self, replica: Replica) -> dict[str, ServedModel]:
+        async with self._session.get(f"{replica.url}/health", timeout=self._timeout) as answer:
+            answer.raise_for_status()
+        async with self._session.get(f"{replica.url}/v1/models", timeout=self._timeout) as answer:
+            answer.raise_for_status()
+            return _served(msgspec.json.decode(await answer.read(), type=_ModelList).data)
 
     async def _find_extension(self, replica: Replica) -> bool | None:
         """Tell an engine with the extension from a stock one, which ignores Cartridges silently.

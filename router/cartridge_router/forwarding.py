@@ -5,12 +5,14 @@ breaks off. Refuses to choose a replica, and to retry once a byte has gone to th
 """
 
 import asyncio
+import email.utils
+import http
 import logging
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import msgspec
@@ -25,6 +27,7 @@ from cartridge_proto.names import (
     HEADER_TIER,
 )
 from cartridge_proto.residency import FailureReason, ReceiptStatus, ReplicaId, Tier
+from cartridge_router.attempts import Attempts
 from cartridge_router.errors import (
     CartridgeNotServed,
     ContextTooLong,
@@ -37,12 +40,16 @@ from cartridge_router.errors import (
 from cartridge_router.fleet import Fleet
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.request import Route
+from cartridge_router.retry_budget import RetryBudget
 from cartridge_router.settings import ForwardingSettings
+from cartridge_router.telemetry import Metrics
 
 logger = logging.getLogger(__name__)
 
 MAX_ERROR_BYTES = 65_536
 MAX_FIRST_BYTES = 1 << 20
+MAX_IDLE_RESETS = 3
+"""Connections from the pool that may break on one request without a word."""
 
 _ERROR_EVENT: Final = re.compile(rb'(?:^|\n)data: ?\{"error"')
 
@@ -64,6 +71,57 @@ _ERROR_OF_REASON: Final[dict[FailureReason, type[RouterError]]] = {
     FailureReason.CONTEXT_LENGTH: ContextTooLong,
     FailureReason.UNSUPPORTED: InvalidRequest,
 }
+
+
+_PUSHED_BACK: Final = frozenset(
+    {http.HTTPStatus.TOO_MANY_REQUESTS, http.HTTPStatus.SERVICE_UNAVAILABLE}
+)
+_FAILED: Final = frozenset(
+    {
+        http.HTTPStatus.INTERNAL_SERVER_ERROR,
+        http.HTTPStatus.BAD_GATEWAY,
+        http.HTTPStatus.GATEWAY_TIMEOUT,
+    }
+)
+_ITS_OWN: Final = frozenset(
+    {FailureReason.NOT_READY, FailureReason.CAPACITY, FailureReason.INTERNAL}
+)
+"""Reasons that another replica may not have."""
+_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
+_KEEP_ALIVE: Final = b": keep-alive\n\n"
+_DEFAULT_RETRY_AFTER_S: Final = 1.0
+
+
+class _Failed(Exception):
+    """A replica did not answer, and nothing has gone to the client.
+
+    `answer` is what the client is told when no other replica can be asked; `None` for a 502.
+    """
+
+    def __init__(self, text: str, answer: RouterError | None = None) -> None:
+        super().__init__(text)
+        self.answer = answer
+
+
+@dataclass
+class _Leg:
+    """One sending; `is_reused` once it went over a connection that others had used."""
+
+    is_reused: bool = False
+
+
+def reuse_trace() -> aiohttp.TraceConfig:
+    """What a client session needs to tell a `Forwarder` which connections were used before."""
+
+    async def note(
+        session: aiohttp.ClientSession, context: Any, params: aiohttp.TraceConnectionReuseconnParams
+    ) -> None:
+        if isinstance(context.trace_request_ctx, _Leg):
+            context.trace_request_ctx.is_reused = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(note)
+    return trace
 
 
 @dataclass(frozen=True)
@@ -110,12 +168,15 @@ class Forwarder:
         fleet: Fleet,
         receipts: ReceiptBook,
         settings: ForwardingSettings,
+        metrics: Metrics,
         receipt_wait_s: float,
     ) -> None:
         self._session = session
         self._fleet = fleet
         self._receipts = receipts
         self._settings = settings
+        self._metrics = metrics
+        self._budget = RetryBudget(ratio=settings.retry_ratio, per_s=settings.retries_per_s)
         self._receipt_wait_s = receipt_wait_s
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=None
@@ -126,32 +187,69 @@ class Forwarder:
     ) -> web.StreamResponse:
         """Send to the first replica that takes it, and relay the answer.
 
+        Until a byte has gone to the client, another replica may take the place of one that failed
+        or pushed back.
+
         Raises:
-            UpstreamUnavailable: none of the replicas could be reached.
+            UpstreamUnavailable: no replica could be reached.
             UpstreamTimeout: one took the request and did not begin to answer in time.
             RouterError: the engine refused the Cartridges; the receipt says why.
         """
-        failures: list[str] = []
-        for replica in outgoing.replicas[: self._settings.max_attempts]:
-            exchange.num_retries = len(failures)
+        self._budget.note_request()
+        attempts = Attempts(outgoing.replicas[: self._settings.max_attempts], self._budget)
+        for replica in attempts:
+            exchange.num_retries = len(attempts.failures)
             if replica in outgoing.tiers:
                 self._receipts.expect(outgoing.request_id, outgoing.tiers[replica])
             with self._fleet.in_flight(replica):
                 try:
-                    upstream = await self._send(request, outgoing, replica)
-                except aiohttp.ClientError as error:
-                    logger.warning("request %s: %s failed: %r", outgoing.request_id, replica, error)
-                    self._fleet.note_connect_failure(replica)
-                    failures.append(f"{replica}: {error!r}")
-                    continue
-                except TimeoutError as error:
-                    raise self._late(replica) from error
-                async with upstream:
-                    return await self._relay(request, upstream, outgoing, exchange, replica)
-        raise UpstreamUnavailable(f"no replica could be reached ({'; '.join(failures)})")
+                    async with await self._send(request, outgoing, replica) as upstream:
+                        if not self._is_passed_on(upstream, outgoing, attempts, replica):
+                            return await self._relay(request, upstream, outgoing, exchange, replica)
+                except _Failed as failed:
+                    logger.warning("request %s: %s", outgoing.request_id, failed)
+                    if not attempts.go_on(str(failed)):
+                        raise failed.answer or _unavailable(attempts) from failed
+        raise _unavailable(attempts)
 
     async def _send(
         self, request: web.Request, outgoing: Outgoing, replica: ReplicaId
+    ) -> aiohttp.ClientResponse:
+        """Send to one replica.
+
+        Raises:
+            _Failed: it cannot be reached, or broke off.
+            UpstreamTimeout: it did not begin to answer in time.
+        """
+        try:
+            return await self._send_afresh(request, outgoing, replica)
+        except aiohttp.ClientConnectorError as error:
+            self._fleet.note_connect_failure(replica)
+            raise _Failed(f"{replica}: {error!r}") from error
+        except aiohttp.ClientError as error:
+            self._note_failure(replica)
+            raise _Failed(f"{replica}: {error!r}") from error
+        except TimeoutError as error:
+            raise self._late(replica) from error
+
+    async def _send_afresh(
+        self, request: web.Request, outgoing: Outgoing, replica: ReplicaId
+    ) -> aiohttp.ClientResponse:
+        """Send; once more where the connection lay idle and was closed, as servers do.
+
+        The next one from the pool may be another such: a few are used up.
+        """
+        for _ in range(MAX_IDLE_RESETS):
+            leg = _Leg()
+            try:
+                return await self._send_once(request, outgoing, replica, leg)
+            except aiohttp.ClientConnectionError:
+                if not leg.is_reused:
+                    raise
+        return await self._send_once(request, outgoing, replica, _Leg())
+
+    async def _send_once(
+        self, request: web.Request, outgoing: Outgoing, replica: ReplicaId, leg: "_Leg"
     ) -> aiohttp.ClientResponse:
         async with asyncio.timeout(self._settings.first_byte_timeout_s):
             return await self._session.request(
@@ -162,9 +260,38 @@ class Forwarder:
                 skip_auto_headers=_NOT_ADDED,
                 timeout=self._timeout,
                 allow_redirects=False,
+                trace_request_ctx=leg,
             )
 
+    def _is_passed_on(
+        self,
+        upstream: aiohttp.ClientResponse,
+        outgoing: Outgoing,
+        attempts: Attempts,
+        replica: ReplicaId,
+    ) -> bool:
+        """Judge a replica by the status of its answer; whether the next one is asked instead.
+
+        4xx says nothing about a replica, and a failure with Cartridges nothing before its receipt.
+        """
+        status = upstream.status
+        if status in _PUSHED_BACK:
+            self._fleet.outliers.note_busy(replica, _retry_after_s(upstream.headers))
+            return attempts.go_on(f"{replica} answered {status}", is_push_back=True)
+        if status in _FAILED and outgoing.composition is None:
+            self._note_failure(replica)
+            return attempts.go_on(f"{replica} answered {status}")
+        if status < http.HTTPStatus.BAD_REQUEST:
+            self._fleet.outliers.note_success(replica)
+        return False
+
+    def _note_failure(self, replica: ReplicaId) -> None:
+        if self._fleet.outliers.note_failure(replica):
+            logger.warning("replica %s is ejected for a while: it fails again and again", replica)
+            self._metrics.ejections.labels(replica).inc()
+
     def _late(self, replica: ReplicaId) -> UpstreamTimeout:
+        self._note_failure(replica)
         return UpstreamTimeout(
             f"{replica} did not begin to answer in {self._settings.first_byte_timeout_s:g} s"
         )
@@ -181,8 +308,9 @@ class Forwarder:
         first = b""
         if outgoing.composition is not None:
             first = await self._first_bytes(upstream, outgoing, replica, is_stream=is_stream)
-            if upstream.status >= 500 or (is_stream and _ERROR_EVENT.search(first)):
+            if upstream.status in _FAILED or (is_stream and _ERROR_EVENT.search(first)):
                 await self._raise_from_receipt(outgoing, replica)
+                self._note_failure(replica)
         exchange.note_first_byte(replica, outgoing.tiers.get(replica))
         response = web.StreamResponse(
             status=upstream.status,
@@ -190,15 +318,21 @@ class Forwarder:
             headers=_response_headers(upstream.headers, exchange.headers),
         )
         await response.prepare(request)
+        # Nothing can be put between events of a stream that the engine has compressed.
+        is_open = is_stream and "content-encoding" not in upstream.headers
         chunk = first
         while True:
             if chunk:
                 await response.write(chunk)
             try:
-                chunk = await self._next_chunk(upstream)
+                chunk = await self._next_chunk(
+                    upstream, response if is_open and _is_between_events(chunk) else None
+                )
             except (aiohttp.ClientError, TimeoutError) as error:
                 logger.warning("request %s: %s broke off: %r", outgoing.request_id, replica, error)
-                await _break_off(request, response, is_stream=is_stream)
+                self._note_failure(replica)
+                self._metrics.broken_answers.labels(replica).inc()
+                await _break_off(request, response, can_say_so=is_open)
                 return response
             if not chunk:
                 break
@@ -233,15 +367,29 @@ class Forwarder:
                 if upstream.status >= 500:
                     return await upstream.content.read(MAX_ERROR_BYTES)
         except aiohttp.ClientError as error:
-            raise UpstreamUnavailable(
-                f"{replica} broke off before the answer: {error!r}"
-            ) from error
+            self._note_failure(replica)
+            raise _Failed(f"{replica} broke off before the answer: {error!r}") from error
         except TimeoutError as error:
             raise self._late(replica) from error
         return b""
 
-    async def _next_chunk(self, upstream: aiohttp.ClientResponse) -> bytes:
-        async with asyncio.timeout(self._settings.idle_timeout_s):
+    async def _next_chunk(
+        self, upstream: aiohttp.ClientResponse, idle: web.StreamResponse | None
+    ) -> bytes:
+        """The next bytes; while there are none, a comment now and then to `idle`.
+
+        Raises:
+            TimeoutError: none came within `idle_timeout_s`.
+        """
+        left_s = self._settings.idle_timeout_s
+        while idle is not None and left_s > self._settings.keep_alive_s:
+            try:
+                async with asyncio.timeout(self._settings.keep_alive_s):
+                    return await upstream.content.readany()
+            except TimeoutError:
+                left_s -= self._settings.keep_alive_s
+                await idle.write(_KEEP_ALIVE)
+        async with asyncio.timeout(left_s):
             return await upstream.content.readany()
 
     async def _raise_from_receipt(self, outgoing: Outgoing, replica: ReplicaId) -> None:
@@ -250,7 +398,29 @@ class Forwarder:
         if receipt is None or receipt.status is not ReceiptStatus.FAILED or receipt.reason is None:
             return
         error = _ERROR_OF_REASON.get(receipt.reason, CartridgeNotServed)
-        raise error(f"{replica} did not serve the Cartridges: {receipt.reason}: {receipt.detail}")
+        text = f"{replica} did not serve the Cartridges: {receipt.reason}: {receipt.detail}"
+        if receipt.reason in _ITS_OWN:
+            raise _Failed(text, error(text))
+        raise error(text)
+
+
+def _is_between_events(chunk: bytes) -> bool:
+    return not chunk or chunk.endswith(_EVENT_ENDS)
+
+
+def _unavailable(attempts: Attempts) -> UpstreamUnavailable:
+    return UpstreamUnavailable(f"no replica could be reached ({'; '.join(attempts.failures)})")
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """How long a replica asks to be left alone: seconds, or a date."""
+    text = headers.get("retry-after", "")
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except ValueError:
+        return _DEFAULT_RETRY_AFTER_S
 
 
 def _end_to_end(received: Mapping[str, str], own: frozenset[str]) -> CIMultiDict[str]:
@@ -278,10 +448,10 @@ def _response_headers(received: Mapping[str, str], own: Mapping[str, str]) -> CI
 
 
 async def _break_off(
-    request: web.Request, response: web.StreamResponse, *, is_stream: bool
+    request: web.Request, response: web.StreamResponse, *, can_say_so: bool
 ) -> None:
     """Say in the stream that it is incomplete, then close without the clean end."""
-    if is_stream:
+    if can_say_so:
         event = {
             "error": {
                 "message": "the replica broke off",

@@ -108,15 +108,17 @@ class Placer:
             AllReplicasSaturated: all that are able are at their limit.
         """
         hindrances: dict[ReplicaId, _Hindrance] = {}
-        views = []
         for replica in self._fleet.replicas:
             try:
                 self._check(replica, request, selection)
-                refusal = None
             except _Hindrance as hindrance:
                 hindrances[replica.replica] = hindrance
-                refusal = hindrance.text
-            views.append(self._view(replica, selection, refusal))
+        refusals = {name: hindrance.text for name, hindrance in hindrances.items()}
+        refusals |= self._outliers(refusals)
+        views = [
+            self._view(replica, selection, refusals.get(replica.replica))
+            for replica in self._fleet.replicas
+        ]
         demand = Demand(
             model=request.model,
             artifacts=tuple(
@@ -131,6 +133,13 @@ class Placer:
         if isinstance(decision, Refusal):
             raise self._error(request, decision, hindrances)
         return Placement(decision, mode, age_s, selection.is_certified)
+
+    def _outliers(self, refusals: Mapping[ReplicaId, str]) -> dict[ReplicaId, str]:
+        """Replicas to leave alone, and why, while there are others that are able."""
+        able = [r.replica for r in self._fleet.replicas if r.replica not in refusals]
+        found = {name: self._fleet.outliers.reason_against(name) for name in able}
+        against = {name: reason for name, reason in found.items() if reason is not None}
+        return against if len(against) < len(able) else {}
 
     def _view(self, replica: Replica, selection: Selection, refusal: str | None) -> ReplicaView:
         return ReplicaView(

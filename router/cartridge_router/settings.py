@@ -54,6 +54,11 @@ class ForwardingSettings(_Section, frozen=True, kw_only=True):
     """Longest silence within an answer."""
     max_attempts: PositiveCount = 3
     """Replicas that are tried before the first byte of an answer."""
+    retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
+    retries_per_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    """Further attempts: so many for each request, and each second."""
+    keep_alive_s: PositiveSeconds = 15.0
+    """Silence within an event stream after which a comment is sent."""
 
 
 class PlacementSettings(_Section, frozen=True, kw_only=True):
@@ -89,10 +94,16 @@ class ResidencySettings(_Section, frozen=True, kw_only=True):
 class FleetSettings(_Section, frozen=True, kw_only=True):
     """How replicas are watched."""
 
-    probe_interval_s: PositiveSeconds = 1.0
+    probe_interval_s: PositiveSeconds = 0.5
     probe_timeout_s: PositiveSeconds = 2.0
     num_failures: PositiveCount = 2
     """Failed probes in a row until a replica is unhealthy."""
+    suspect_after_s: PositiveSeconds = 1.0
+    """A replica whose probe is unanswered for so long is asked after others."""
+    num_request_failures: PositiveCount = 5
+    """Failed requests in a row until a replica is ejected; never more than half of the fleet."""
+    ejection_s: PositiveSeconds = 10.0
+    """How long the first time; each further time longer by as much."""
 
 
 class Settings(_Section, frozen=True, kw_only=True):

@@ -62,6 +62,18 @@ class Metrics:
             "Requests that went on to another replica.",
             registry=registry,
         )
+        self.ejections = Counter(
+            names.METRIC_EJECTIONS,
+            "Times that a replica was left alone for a while after failures in a row.",
+            ["replica"],
+            registry=registry,
+        )
+        self.broken_answers = Counter(
+            names.METRIC_BROKEN_ANSWERS,
+            "Answers that a replica broke off after the first byte.",
+            ["replica"],
+            registry=registry,
+        )
         self.rejected_records = Counter(
             names.METRIC_REJECTED_RECORDS,
             "Residency records that were not believed.",

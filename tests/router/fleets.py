@@ -8,8 +8,14 @@ from typing import Any
 
 from cartridge_proto.residency import ReplicaId
 from cartridge_proto.stores import LocalStore
+from cartridge_router.outliers import Outliers
 from tests.loadtest.replica_client import Client, StartReplica, quick_settings
 from tests.router.gateway_client import Gateway, StartGateway, quick_gateway
+
+
+def no_outliers() -> Outliers:
+    """Nobody is ejected or suspected within a test."""
+    return Outliers(num_failures=1000, ejection_s=1.0, suspect_after_s=60.0)
 
 
 async def start_replicas(

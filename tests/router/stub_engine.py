@@ -16,7 +16,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class StubEngine:
     """A server on a loopback port; `handler` answers every POST. The body is already read.
 
-    `adapters` are listed as vLLM lists LoRA adapters of the model.
+    While `is_hung` nothing is answered. `adapters` are listed as vLLM lists LoRA adapters of the
+    model.
     """
 
     def __init__(self, handler: Handler, *, model: str = "sample") -> None:
@@ -25,6 +26,7 @@ class StubEngine:
         self.bodies: list[bytes] = []
         self.num_open = 0
         self.adapters: list[str] = []
+        self.is_hung = False
         self.gone = asyncio.Event()
         self._handler = handler
         self._model = model
@@ -52,6 +54,8 @@ class StubEngine:
             self._runner = None
 
     async def _health(self, _: web.Request) -> web.Response:
+        if self.is_hung:
+            await asyncio.Event().wait()
         return web.Response()
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -65,6 +69,8 @@ class StubEngine:
         return web.Response(body=json.dumps({"object": "list", "data": entries}).encode())
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if self.is_hung:
+            await asyncio.Event().wait()
         self.bodies.append(await request.read())
         self.requests.append(request)
         self.num_open += 1

@@ -15,6 +15,7 @@ from cartridge_proto.stores import LocalStore
 from cartridge_router.fleet import Fleet, Replica, ServedModel
 from tests.loadtest.cartridge_requests import until
 from tests.loadtest.replica_client import MODEL, StartReplica, quick_settings
+from tests.router.fleets import no_outliers
 from tests.router.stored_cartridges import put_cartridge
 from tests.router.stub_engine import Handler, StartStub, answer_ok
 
@@ -29,6 +30,7 @@ def fleet_of(session: aiohttp.ClientSession, url: str, *, must_probe: bool = Fal
         probe_interval_s=0.02,
         probe_timeout_s=0.5,
         num_failures=3,
+        outliers=no_outliers(),
         must_probe_extension=lambda replica: must_probe,
     )
 

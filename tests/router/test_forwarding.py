@@ -333,8 +333,9 @@ async def test_a_connection_that_is_cut_before_the_answer_goes_to_the_next(
     gateway = await start_gateway(settings)
     reply = await gateway.ask(stream=is_stream)
     assert (reply.status, reply.headers["x-cartridge-replica"]) == (200, "r1")
-    assert [len(stub.bodies) for stub in stubs] == [1, 1]
-    assert stubs[0].bodies == stubs[1].bodies
+    # Perhaps twice to the first: over a connection that a probe had used, and over a fresh one.
+    assert set(stubs[0].bodies) == set(stubs[1].bodies)
+    assert len(stubs[1].bodies) == 1
     await gateway.is_idle()
 
 
@@ -373,7 +374,7 @@ async def test_no_more_replicas_are_tried_than_the_setting_says(
     )
     gateway = await start_gateway(settings)
     assert (await gateway.ask()).status == 502
-    assert sum(len(stub.bodies) for stub in stubs) == 2
+    assert sum(bool(stub.bodies) for stub in stubs) == 2
 
 
 async def test_an_answer_that_is_not_http_is_a_502(

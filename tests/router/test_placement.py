@@ -31,7 +31,7 @@ from cartridge_router.selection import SelectedBy, Selection
 from cartridge_router.settings import PlacementSettings, ResidencySettings
 from tests.loadtest.replica_client import Client, StartReplica, quick_settings
 from tests.proto.sample_artifact import engine_of
-from tests.router.fleets import named, start_fleet, start_replicas
+from tests.router.fleets import named, no_outliers, start_fleet, start_replicas
 from tests.router.gateway_client import CHAT, TEXT, StartGateway, quick_gateway, until_true
 from tests.router.killable_redis import KillableRedis
 from tests.router.stored_cartridges import digest_of, put_cartridge
@@ -132,6 +132,7 @@ def place_on_one(
         probe_interval_s=1.0,
         probe_timeout_s=1.0,
         num_failures=1,
+        outliers=no_outliers(),
     )
     for entry in fleet.replicas:
         entry.is_healthy = entry.has_extension = True
@@ -356,6 +357,7 @@ async def test_a_prefix_whole_in_hbm_is_known_by_its_composition(
         probe_interval_s=1.0,
         probe_timeout_s=1.0,
         num_failures=1,
+        outliers=no_outliers(),
     )
     residency = ResidencyMap(key=None, stale_after_s=60.0, fallback_after_s=60.0)
     selections = [

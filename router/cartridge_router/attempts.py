@@ -1,0 +1,34 @@
+"""The replicas of one request, one after the other, as long as another one may be tried.
+
+Owns why the ones before did not answer. Refuses to go on without the retry budget's leave, and to
+carry back-pressure through the whole fleet: after one replica that pushed back one more is asked.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from cartridge_proto.residency import ReplicaId
+from cartridge_router.retry_budget import RetryBudget
+
+
+class Attempts:
+    """Iterates over replicas; each but the first comes after a `go_on` that said yes."""
+
+    def __init__(self, replicas: Sequence[ReplicaId], budget: RetryBudget) -> None:
+        self.failures: list[str] = []
+        self._replicas = replicas
+        self._budget = budget
+        self._has_been_pushed_back = False
+
+    def __iter__(self) -> Iterator[ReplicaId]:
+        return iter(self._replicas)
+
+    def go_on(self, failure: str, *, is_push_back: bool = False) -> bool:
+        """Note why the present replica does not answer; whether the next one may be asked."""
+        self.failures.append(failure)
+        if len(self.failures) >= len(self._replicas):
+            return False
+        if is_push_back:
+            if self._has_been_pushed_back:
+                return False
+            self._has_been_pushed_back = True
+        return self._budget.take()

@@ -1,0 +1,104 @@
+"""Which replicas get no new requests for a while: they fail, push back, or do not answer probes.
+
+Owns failures in a row, ejections and their end. Refuses to eject more than half of the fleet, and
+to be more than advice: a replica that nobody else can stand in for is used all the same.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cartridge_proto.residency import ReplicaId
+
+MAX_EJECTION_FACTOR = 10
+"""A replica that is ejected again and again stays away so many times the first time at most."""
+MAX_BUSY_S = 30.0
+"""Longest time that a replica's own Retry-After is believed."""
+
+
+@dataclass
+class _Record:
+    num_failures: int = 0
+    num_ejections: int = 0
+    ejected_until_s: float = float("-inf")
+    busy_until_s: float = float("-inf")
+    asked_s: float | None = None
+    """Since when probes are sent that it has not answered."""
+
+
+class Outliers:
+    """Of one fleet, whose replicas are added by whoever owns them.
+
+    Args:
+        num_failures: failures in a row until a replica is ejected.
+        ejection_s: how long the first time; each further time longer by as much.
+        suspect_after_s: how long a probe may be unanswered.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_failures: int,
+        ejection_s: float,
+        suspect_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._records: dict[ReplicaId, _Record] = {}
+        self._num_failures = num_failures
+        self._ejection_s = ejection_s
+        self._suspect_after_s = suspect_after_s
+        self._clock = clock
+
+    def add(self, replica: ReplicaId) -> None:
+        """A replica joins the fleet, with a clean record."""
+        self._records[replica] = _Record()
+
+    def note_success(self, replica: ReplicaId) -> None:
+        """It answered."""
+        record = self._records[replica]
+        record.num_failures = 0
+        if record.num_ejections and self._clock() >= record.ejected_until_s:
+            record.num_ejections -= 1
+
+    def note_failure(self, replica: ReplicaId) -> bool:
+        """It broke off, answered that it cannot, or was too slow; returns whether that ejects it.
+
+        One failure is enough for a replica that has come back from an ejection and answered
+        nothing since.
+        """
+        record, now_s = self._records[replica], self._clock()
+        record.num_failures += 1
+        if record.num_failures < self._num_failures or now_s < record.ejected_until_s:
+            return False
+        num_away = sum(other.ejected_until_s > now_s for other in self._records.values())
+        if 2 * (num_away + 1) > len(self._records):
+            return False
+        record.num_ejections = min(record.num_ejections + 1, MAX_EJECTION_FACTOR)
+        record.ejected_until_s = now_s + self._ejection_s * record.num_ejections
+        return True
+
+    def note_busy(self, replica: ReplicaId, retry_after_s: float) -> None:
+        """It asked to be left alone for so long."""
+        self._records[replica].busy_until_s = self._clock() + min(retry_after_s, MAX_BUSY_S)
+
+    def note_asked(self, replica: ReplicaId) -> None:
+        """A probe is sent."""
+        record = self._records[replica]
+        if record.asked_s is None:
+            record.asked_s = self._clock()
+
+    def note_answered(self, replica: ReplicaId) -> None:
+        """A probe was answered."""
+        self._records[replica].asked_s = None
+
+    def reason_against(self, replica: ReplicaId) -> str | None:
+        """Why others should be asked first; `None` for nothing."""
+        record, now_s = self._records[replica], self._clock()
+        if now_s < record.ejected_until_s:
+            return f"ejected after {record.num_failures} failures in a row"
+        if now_s < record.busy_until_s:
+            return "asked to be left alone (Retry-After)"
+        if record.asked_s is not None and now_s - record.asked_s > self._suspect_after_s:
+            return "does not answer its probes"
+        return None
