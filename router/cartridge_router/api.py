@@ -4,6 +4,7 @@ Owns handlers and the shape of answers. Refuses to choose anything or to talk to
 a replica itself.
 """
 
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -18,15 +19,17 @@ from opentelemetry.trace import SpanKind
 from cartridge_policies.types import Candidate
 from cartridge_proto import names
 from cartridge_router.catalog import Catalog
+from cartridge_router.dialects import DIALECTS, Dialect
 from cartridge_router.errors import (
     InvalidRequest,
     MethodNotAllowed,
     RequestTooLarge,
     RouterError,
+    UnknownModel,
     UnknownPath,
     UnknownReceipt,
 )
-from cartridge_router.fleet import Fleet
+from cartridge_router.fleet import Fleet, ServedModel
 from cartridge_router.forwarding import Exchange, Forwarder, Outgoing
 from cartridge_router.placement import Placement, Placer
 from cartridge_router.receipts import ReceiptBook
@@ -36,6 +39,15 @@ from cartridge_router.selection import Selection, Selector
 from cartridge_router.settings import Settings
 from cartridge_router.telemetry import TRACER, Metrics, current_traceparent
 
+_OUTSIDE_V1 = ("/tokenize", "/detokenize", "/pooling", "/classify")
+_RANKING = ("/score", "/rerank", "/v2/rerank")
+"""With these, what vLLM serves for clients beside `/v1/`."""
+_NOT_FOR_CLIENTS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""What changes a single replica; operators ask it themselves."""
+_OTHERS = "/v1/{tail:(?!chat/completions$|completions$|responses$|messages$).+}"
+"""All but the routes that only take POST, which say so themselves."""
+_STORED = re.compile(r"/v1/responses/[^/]+(?:/cancel)?")
+"""What one replica keeps in its memory."""
 _CLIENT_CLOSED_REQUEST = 499
 """Status that is counted when the client went away; nobody receives it."""
 
@@ -66,14 +78,20 @@ class Api:
         return [
             web.post(Route.CHAT, self._handler(Route.CHAT)),
             web.post(Route.COMPLETIONS, self._handler(Route.COMPLETIONS)),
+            web.post(Route.RESPONSES, self._handler(Route.RESPONSES)),
+            web.post(Route.MESSAGES, self._handler(Route.MESSAGES)),
             web.get("/v1/models", self.models),
+            web.get("/v1/models/{model:.+}", self.model),
             web.get("/v1/cartridges", self.cartridges),
             web.post("/v1/cartridges/explain", self.explain),
             web.get("/v1/cartridges/receipts/{request_id}", self.receipt),
             web.get("/health", self.health),
             web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
+            *(web.post(path, self._handler(Route.OTHER)) for path in _OUTSIDE_V1 + _RANKING),
             web.post("/v1/{tail:.+}", self._handler(Route.OTHER)),
+            web.get(_OTHERS, self._handler(Route.OTHER)),
+            web.delete(_OTHERS, self._handler(Route.OTHER)),
         ]
 
     # --- the request path ------------------------------------------------------------------------
@@ -92,9 +110,13 @@ class Api:
             names.SPAN_REQUEST, context=extract(request.headers), kind=SpanKind.SERVER
         ) as span:
             try:
+                if request.path in _NOT_FOR_CLIENTS:
+                    raise UnknownPath(f"nothing is served at {request.path}")
                 data = await self._read_body(request)
                 read_s = time.monotonic()
-                parsed = parse_request(route, data, request.headers)
+                is_lookup = _STORED.fullmatch(request.path) is not None
+                needs_body = request.method == "POST" and not is_lookup
+                parsed = parse_request(route, data, request.headers, needs_body=needs_body)
                 tenant = self._authorise()
                 selection = self._services.selector.select(parsed, tenant)
                 placement = self._services.placer.place(parsed, selection)
@@ -110,7 +132,7 @@ class Api:
                 status = response.status
             except RouterError as error:
                 status = error.status
-                response = error_response(error, exchange.headers)
+                response = error_response(error, exchange.headers, DIALECTS[route])
             except ConnectionError:
                 raise  # the client's own: nobody is answered
             except Exception:
@@ -152,9 +174,11 @@ class Api:
         return Outgoing(
             request_id=request_id,
             path=request.path_qs,
+            dialect=DIALECTS[parsed.route],
             body=engine_body(parsed, message, is_trusted=settings.trust_client_fields),
             replicas=tuple(candidate.replica for candidate in placement.decision.ranking),
             composition=selection.composition,
+            is_lookup=_STORED.fullmatch(request.path) is not None,
             tiers=placement.tiers,
         )
 
@@ -212,26 +236,34 @@ class Api:
 
     async def models(self, request: web.Request) -> web.Response:
         """Models of all healthy replicas, each once."""
-        limits: dict[str, int | None] = {}
-        parents: dict[str, str] = {}
+        return json_response({"object": "list", "data": self._models()})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """One of them."""
+        name = request.match_info["model"]
+        found = next((entry for entry in self._models() if entry["id"] == name), None)
+        if found is None:
+            return error_response(UnknownModel(f"no replica serves the model {name!r}"), {})
+        return json_response(found)
+
+    def _models(self) -> list[dict[str, Any]]:
+        merged: dict[str, ServedModel] = {}
         for replica in self._services.fleet.replicas:
             if replica.is_healthy:
-                for model, served in replica.models.items():
-                    known, limit = limits.get(model), served.max_model_len
-                    limits[model] = limit if known is None or limit is None else min(known, limit)
-                    if served.parent is not None:
-                        parents[model] = served.parent
-        data = [
+                for name, served in replica.models.items():
+                    known = merged.get(name)
+                    merged[name] = served if known is None else known.merged(served)
+        return [
             {
-                "id": model,
+                "id": name,
                 "object": "model",
+                "created": served.created,
                 "owned_by": "vllm",
-                "max_model_len": limit,
-                **({"parent": parents[model]} if model in parents else {}),
+                "max_model_len": served.max_model_len,
+                **({"parent": served.parent} if served.parent is not None else {}),
             }
-            for model, limit in sorted(limits.items())
+            for name, served in sorted(merged.items())
         ]
-        return json_response({"object": "list", "data": data})
 
     async def cartridges(self, request: web.Request) -> web.Response:
         """Cartridges the caller may use, and where each is ready."""
@@ -308,9 +340,10 @@ def _told(
 
 
 def _explained_route(request: web.Request) -> Route:
+    routes = [route for route, dialect in DIALECTS.items() if dialect.convention is not None]
     route = request.query.get("route", Route.CHAT)
-    if route not in (Route.CHAT, Route.COMPLETIONS):
-        raise InvalidRequest(f"route: must be {Route.CHAT} or {Route.COMPLETIONS}", param="route")
+    if route not in routes:
+        raise InvalidRequest(f"route: must be one of {', '.join(routes)}", param="route")
     return Route(route)
 
 
@@ -346,18 +379,12 @@ def json_response(value: object, *, status: int = 200) -> web.Response:
     )
 
 
-def error_response(error: RouterError, headers: dict[str, str]) -> web.Response:
-    """An error in OpenAI's shape."""
-    body = {
-        "error": {
-            "message": error.message,
-            "type": error.openai_type,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
+def error_response(
+    error: RouterError, headers: dict[str, str], dialect: Dialect = DIALECTS[Route.OTHER]
+) -> web.Response:
+    """An error in the shape that clients of the API read; OpenAI's by default."""
     response = web.Response(
-        body=msgspec.json.encode(body),
+        body=dialect.error_body(error),
         status=error.status,
         content_type="application/json",
         headers=headers,

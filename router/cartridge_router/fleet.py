@@ -37,6 +37,7 @@ class _ModelEntry(msgspec.Struct):
     id: str
     max_model_len: int | None = None
     parent: str | None = None
+    created: int = 0
 
 
 class _ModelList(msgspec.Struct):
@@ -48,11 +49,21 @@ class ServedModel:
     """One model of a replica.
 
     `max_model_len`: context limit in tokens, if it says; an adapter has that of its base model.
-    `parent`: the base model of a LoRA adapter; `None` for a base model.
+    `parent`: the base model of a LoRA adapter; `None` for a base model. `created`: Unix time.
     """
 
     max_model_len: int | None
     parent: str | None = None
+    created: int = 0
+
+    def merged(self, other: "ServedModel") -> "ServedModel":
+        """What can be said of it where two replicas serve it: the smaller limit, the older one."""
+        limits = [each.max_model_len for each in (self, other) if each.max_model_len is not None]
+        return ServedModel(
+            min(limits, default=None),
+            self.parent or other.parent,
+            min(self.created, other.created),
+        )
 
 
 @dataclass
@@ -210,6 +221,7 @@ def _served(entries: Sequence[_ModelEntry]) -> dict[str, ServedModel]:
             if entry.max_model_len is None and entry.parent
             else entry.max_model_len,
             entry.parent,
+            entry.created,
         )
         for entry in entries
     }

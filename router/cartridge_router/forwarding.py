@@ -8,14 +8,12 @@ import asyncio
 import email.utils
 import http
 import logging
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
@@ -28,6 +26,7 @@ from cartridge_proto.names import (
 )
 from cartridge_proto.residency import FailureReason, ReceiptStatus, ReplicaId, Tier
 from cartridge_router.attempts import Attempts
+from cartridge_router.dialects import Dialect
 from cartridge_router.errors import (
     CartridgeNotServed,
     ContextTooLong,
@@ -39,7 +38,6 @@ from cartridge_router.errors import (
 )
 from cartridge_router.fleet import Fleet
 from cartridge_router.receipts import ReceiptBook
-from cartridge_router.request import Route
 from cartridge_router.retry_budget import RetryBudget
 from cartridge_router.settings import ForwardingSettings
 from cartridge_router.telemetry import Metrics
@@ -50,8 +48,6 @@ MAX_ERROR_BYTES = 65_536
 MAX_FIRST_BYTES = 1 << 20
 MAX_IDLE_RESETS = 3
 """Connections from the pool that may break on one request without a word."""
-
-_ERROR_EVENT: Final = re.compile(rb'(?:^|\n)data: ?\{"error"')
 
 _HOP_BY_HOP: Final = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
@@ -134,8 +130,11 @@ class Outgoing:
     request_id: str
     path: str
     body: bytes
+    dialect: Dialect
     replicas: tuple[ReplicaId, ...]
     composition: str | None
+    is_lookup: bool
+    """One replica has what is asked for, and nobody knows which: 404 is asked of the next."""
     tiers: Mapping[ReplicaId, Tier]
     """Predicted tier of the Cartridges on each replica; empty without any."""
 
@@ -196,7 +195,8 @@ class Forwarder:
             RouterError: the engine refused the Cartridges; the receipt says why.
         """
         self._budget.note_request()
-        attempts = Attempts(outgoing.replicas[: self._settings.max_attempts], self._budget)
+        num_attempts = None if outgoing.is_lookup else self._settings.max_attempts
+        attempts = Attempts(outgoing.replicas[:num_attempts], self._budget)
         for replica in attempts:
             exchange.num_retries = len(attempts.failures)
             if replica in outgoing.tiers:
@@ -255,7 +255,7 @@ class Forwarder:
             return await self._session.request(
                 request.method,
                 self._fleet.url(replica) + outgoing.path,
-                data=outgoing.body,
+                data=outgoing.body or None,
                 headers=_request_headers(request.headers, outgoing.request_id),
                 skip_auto_headers=_NOT_ADDED,
                 timeout=self._timeout,
@@ -283,7 +283,8 @@ class Forwarder:
             return attempts.go_on(f"{replica} answered {status}")
         if status < http.HTTPStatus.BAD_REQUEST:
             self._fleet.outliers.note_success(replica)
-        return False
+        is_elsewhere = outgoing.is_lookup and status == http.HTTPStatus.NOT_FOUND
+        return is_elsewhere and attempts.go_on(f"{replica} answered {status}")
 
     def _note_failure(self, replica: ReplicaId) -> None:
         if self._fleet.outliers.note_failure(replica):
@@ -308,7 +309,7 @@ class Forwarder:
         first = b""
         if outgoing.composition is not None:
             first = await self._first_bytes(upstream, outgoing, replica, is_stream=is_stream)
-            if upstream.status in _FAILED or (is_stream and _ERROR_EVENT.search(first)):
+            if upstream.status in _FAILED or (is_stream and outgoing.dialect.has_failed(first)):
                 await self._raise_from_receipt(outgoing, replica)
                 self._note_failure(replica)
         exchange.note_first_byte(replica, outgoing.tiers.get(replica))
@@ -332,7 +333,7 @@ class Forwarder:
                 logger.warning("request %s: %s broke off: %r", outgoing.request_id, replica, error)
                 self._note_failure(replica)
                 self._metrics.broken_answers.labels(replica).inc()
-                await _break_off(request, response, can_say_so=is_open)
+                await _break_off(request, response, outgoing.dialect if is_open else None)
                 return response
             if not chunk:
                 break
@@ -350,14 +351,13 @@ class Forwarder:
         """The beginning of an answer, before anything goes to the client.
 
         vLLM answers a stream with 200 before it knows whether the Cartridges load. The first token
-        or the failure is in the first event, or in the second of a chat, behind the role; both
-        are sent together, so nothing is held back.
+        or the failure is in the first event behind the dialect's openers; those say nothing.
         """
         try:
             async with asyncio.timeout(self._settings.first_byte_timeout_s):
                 if is_stream:
-                    num_events = 2 if outgoing.path.startswith(Route.CHAT) else 1
                     first = b""
+                    num_events = outgoing.dialect.num_openers + 1
                     while first.count(b"\n\n") < num_events and len(first) < MAX_FIRST_BYTES:
                         chunk = await upstream.content.readany()
                         if not chunk:
@@ -367,6 +367,8 @@ class Forwarder:
                 if upstream.status >= 500:
                     return await upstream.content.read(MAX_ERROR_BYTES)
         except aiohttp.ClientError as error:
+            # So ends a stream whose API has no event for it.
+            await self._raise_from_receipt(outgoing, replica)
             self._note_failure(replica)
             raise _Failed(f"{replica} broke off before the answer: {error!r}") from error
         except TimeoutError as error:
@@ -448,20 +450,12 @@ def _response_headers(received: Mapping[str, str], own: Mapping[str, str]) -> CI
 
 
 async def _break_off(
-    request: web.Request, response: web.StreamResponse, *, can_say_so: bool
+    request: web.Request, response: web.StreamResponse, dialect: Dialect | None
 ) -> None:
-    """Say in the stream that it is incomplete, then close without the clean end."""
-    if can_say_so:
-        event = {
-            "error": {
-                "message": "the replica broke off",
-                "type": "server_error",
-                "param": None,
-                "code": "upstream_unavailable",
-            }
-        }
+    """Say in the stream that it is incomplete, if it takes events, then close it uncleanly."""
+    if dialect is not None:
         try:
-            await response.write(b"\n\ndata: " + msgspec.json.encode(event) + b"\n\n")
+            await response.write(dialect.error_event(UpstreamUnavailable("the replica broke off")))
         except ConnectionError:
             logger.info("the client was gone before the replica broke off")
     if request.transport is not None:

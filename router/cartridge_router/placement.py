@@ -159,7 +159,7 @@ class Placer:
         return self._map.tiers(replica, digests)
 
     def _check(self, replica: Replica, request: ParsedRequest, selection: Selection) -> None:
-        if replica.models and request.model not in replica.models:
+        if request.model and replica.models and request.model not in replica.models:
             raise _Hindrance(f"does not serve {request.model}", UnknownModel)
         if not replica.is_healthy:
             raise _Hindrance("unhealthy")

@@ -3,6 +3,7 @@
 Owns the fields the gateway knows. Refuses to know any other: they pass as bytes.
 """
 
+import email
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -33,13 +34,18 @@ BYTES_PER_TOKEN = 4
 _CLIENT_MUST_NOT_SEND = (FIELD_KV_TRANSFER_PARAMS, FIELD_CACHE_SALT, FIELD_KV_HINTS)
 
 
+_FORM = "multipart/form-data"
+
+
 class Route(StrEnum):
-    """OpenAI routes by what the gateway does with them."""
+    """Routes by what the gateway does with them."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
     OTHER = "other"
-    """Anything else under /v1/: passed to a replica of the model, without Cartridges."""
+    """Anything else: passed to a replica of the model, without Cartridges."""
 
 
 class _Fields(msgspec.Struct):
@@ -55,19 +61,33 @@ class ParsedRequest:
     """One request. `cartridge_ids` is `None` when the client said nothing, `()` for "none"."""
 
     route: Route
-    body: JsonBody
+    body: JsonBody | bytes
+    """Bytes where it is no JSON object, as on some other routes: they pass as they are."""
     model: str
+    """Empty without a JSON body, if that names none; any replica will do."""
     cartridge_ids: tuple[str, ...] | None
     num_live_tokens: int
     """Estimate from the body's size."""
 
 
-def parse_request(route: Route, data: bytes, headers: Mapping[str, str]) -> ParsedRequest:
+def parse_request(
+    route: Route, data: bytes, headers: Mapping[str, str], *, needs_body: bool = True
+) -> ParsedRequest:
     """Read the fields the gateway knows.
 
     Raises:
         InvalidRequest: naming the field and, for limits, the limit.
     """
+    content_type = headers.get("content-type", "")
+    is_bare = not (data or needs_body)
+    if route is Route.OTHER and (is_bare or content_type.startswith(_FORM)):
+        return ParsedRequest(
+            route=route,
+            body=data,
+            model=_form_field(data, content_type, "model"),
+            cartridge_ids=None,
+            num_live_tokens=0,
+        )
     try:
         body = JsonBody(data)
     except InvalidBody as error:
@@ -92,6 +112,16 @@ def parse_request(route: Route, data: bytes, headers: Mapping[str, str]) -> Pars
         cartridge_ids=cartridge_ids,
         num_live_tokens=len(data) // BYTES_PER_TOKEN,
     )
+
+
+def _form_field(data: bytes, content_type: str, name: str) -> str:
+    """A text field of a form (audio comes in one); empty when there is none."""
+    head = f"Content-Type: {content_type}\r\n\r\n".encode("utf-8", "surrogateescape")
+    for part in email.message_from_bytes(head + data).walk():
+        if part.get_param("name", header="content-disposition") == name:
+            value = part.get_payload(decode=True)
+            return value.decode("utf-8", "replace").strip() if isinstance(value, bytes) else ""
+    return ""
 
 
 def _cartridge_ids(field: list[str] | None, header: str | None) -> tuple[str, ...] | None:
@@ -141,6 +171,8 @@ def engine_body(
     `cartridge_ids` is always taken out; engine-internal fields are, unless the client is trusted.
     With a composition the gateway's own fields are put in, whoever sent them.
     """
+    if isinstance(request.body, bytes):
+        return request.body
     remove = [FIELD_CARTRIDGE_IDS, *(() if is_trusted else _CLIENT_MUST_NOT_SEND)]
     if message is None:
         return request.body.edited(remove=remove)
@@ -148,7 +180,7 @@ def engine_body(
         FIELD_KV_TRANSFER_PARAMS: msgspec.json.encode({FIELD_CARTRIDGES: message}),
         FIELD_CACHE_SALT: msgspec.json.encode(cache_salt(Digest(message.composition))),
     }
-    if request.route is Route.CHAT:
+    if request.route is not Route.COMPLETIONS:
         add[FIELD_CHAT_TEMPLATE_KWARGS] = _template_kwargs(request.body)
     else:
         # A BOS in the middle of the sequence would change the answer.

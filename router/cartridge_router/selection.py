@@ -20,6 +20,7 @@ from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import CompositionClass, ConventionKind, PositionLayout
 from cartridge_proto.names import FIELD_CARTRIDGE_IDS
 from cartridge_router.catalog import Cartridge, Catalog
+from cartridge_router.dialects import DIALECTS
 from cartridge_router.errors import IncompatibleCartridge, InvalidRequest, UnknownCartridge
 from cartridge_router.request import ParsedRequest, Route
 
@@ -94,11 +95,6 @@ class Selection:
 
 NO_CARTRIDGES = Selection((), PositionLayout.SEQUENTIAL, SelectedBy.NONE, scope="")
 
-_CONVENTION_OF_ROUTE = {
-    Route.CHAT: ConventionKind.SYSTEM_TURN,
-    Route.COMPLETIONS: ConventionKind.DOCUMENT,
-}
-
 
 class Selector:
     """Resolves what a request names."""
@@ -117,10 +113,11 @@ class Selector:
         """
         if not request.cartridge_ids:
             return NO_CARTRIDGES
-        if request.route is Route.OTHER:
+        convention = DIALECTS[request.route].convention
+        if convention is None:
+            routes = ", ".join(route for route, dialect in DIALECTS.items() if dialect.convention)
             raise InvalidRequest(
-                f"{FIELD_CARTRIDGE_IDS} works on {Route.CHAT} and {Route.COMPLETIONS}",
-                param=FIELD_CARTRIDGE_IDS,
+                f"{FIELD_CARTRIDGE_IDS} works on {routes}", param=FIELD_CARTRIDGE_IDS
             )
         found = tuple(self._find(name, tenant) for name in request.cartridge_ids)
         digests = [cartridge.digest for cartridge in found]
@@ -128,7 +125,7 @@ class Selector:
             raise InvalidRequest(
                 f"{FIELD_CARTRIDGE_IDS}: the same Cartridge twice", param=FIELD_CARTRIDGE_IDS
             )
-        _check_convention(found, _CONVENTION_OF_ROUTE[request.route], request.route)
+        _check_convention(found, convention, request.route)
         _check_same_model(found)
         is_certified = self._check_joinable(found)
         return Selection(

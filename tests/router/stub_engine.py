@@ -14,7 +14,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class StubEngine:
-    """A server on a loopback port; `handler` answers every POST. The body is already read.
+    """A server on a loopback port; `handler` answers what is asked. The body is already read.
 
     While `is_hung` nothing is answered. `adapters` are listed as vLLM lists LoRA adapters of the
     model.
@@ -37,7 +37,7 @@ class StubEngine:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/{tail:.*}", self._answer)
+        app.router.add_route("*", "/{tail:.*}", self._answer)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=0.05, auto_decompress=False
         )

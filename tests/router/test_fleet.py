@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -62,7 +63,9 @@ async def test_a_probe_learns_the_models(
     assert not only(fleet).is_healthy
     await fleet.probe(only(fleet))
     assert only(fleet).is_healthy
-    assert only(fleet).models == {MODEL: ServedModel(8192)}
+    served = only(fleet).models[MODEL]
+    assert (served.max_model_len, served.parent) == (8192, None)
+    assert abs(served.created - time.time()) < 60
 
 
 async def test_adapters_are_told_from_base_models(
