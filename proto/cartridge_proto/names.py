@@ -130,6 +130,8 @@ METRIC_REJECTED_RECORDS: Final = "cartridge_router_rejected_records"
 METRIC_RECEIPTS: Final = "cartridge_router_receipts"
 METRIC_MISPREDICTIONS: Final = "cartridge_router_tier_mispredictions"
 METRIC_UPSTREAM_RETRIES: Final = "cartridge_router_upstream_retries"
+METRIC_REFUSED_CONNECTIONS: Final = "cartridge_router_refused_connections"
+METRIC_CONNECTIONS: Final = "cartridge_router_connections"
 METRIC_EJECTIONS: Final = "cartridge_router_ejections"
 METRIC_BROKEN_ANSWERS: Final = "cartridge_router_broken_answers"
 

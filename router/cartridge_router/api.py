@@ -4,6 +4,7 @@ Owns handlers and the shape of answers. Refuses to choose anything or to talk to
 a replica itself.
 """
 
+import asyncio
 import re
 import time
 import uuid
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from opentelemetry.propagate import extract
 from opentelemetry.trace import SpanKind
 
@@ -20,9 +22,11 @@ from cartridge_policies.types import Candidate
 from cartridge_proto import names
 from cartridge_router.catalog import Catalog
 from cartridge_router.dialects import DIALECTS, Dialect
+from cartridge_router.doors import Doors
 from cartridge_router.errors import (
     InvalidRequest,
     MethodNotAllowed,
+    RequestTimeout,
     RequestTooLarge,
     RouterError,
     UnknownModel,
@@ -143,13 +147,27 @@ class Api:
         return response
 
     async def _read_body(self, request: web.Request) -> bytes:
-        limit = self._services.settings.max_body_bytes
+        limit, clients = self._services.settings.max_body_bytes, self._services.settings.clients
         if request.content_length is not None and request.content_length > limit:
             raise RequestTooLarge(f"a body of {request.content_length} bytes; the limit is {limit}")
+        pieces: list[bytes] = []
+        size = 0
+        begin_s = asyncio.get_running_loop().time() + clients.body_grace_s
         try:
-            return await request.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            raise RequestTooLarge(f"the body is over the limit of {limit} bytes") from error
+            while True:
+                async with asyncio.timeout_at(begin_s + size / clients.body_bytes_per_s):
+                    piece = await request.content.readany()
+                if not piece:
+                    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                size += len(piece)
+                if size > limit:
+                    raise RequestTooLarge(f"the body is over the limit of {limit} bytes")
+                pieces.append(piece)
+        except TimeoutError as error:
+            raise RequestTimeout(
+                f"{size} bytes of the body came; {clients.body_bytes_per_s} a second must, after "
+                f"{clients.body_grace_s:g} s"
+            ) from error
         except web.RequestPayloadError as error:
             raise InvalidRequest(f"the body cannot be read: {error}") from error
 
@@ -356,20 +374,25 @@ def _shown(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-@web.middleware
-async def openai_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Answer for an address that nothing serves, in the shape that clients read."""
-    try:
-        return await handler(request)
-    except web.HTTPNotFound:
-        return error_response(UnknownPath(f"nothing is served at {request.path}"), {})
-    except web.HTTPMethodNotAllowed as error:
-        allowed = error.headers["Allow"]
-        return error_response(
-            MethodNotAllowed(f"{request.path} takes {allowed}"), {"Allow": allowed}
-        )
+def around_handlers(doors: Doors) -> Middleware:
+    """Tells the doors that a request is served, and shapes what no handler answers."""
+
+    @web.middleware
+    async def around(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        with doors.request(request.transport):
+            try:
+                return await handler(request)
+            except web.HTTPNotFound:
+                return error_response(UnknownPath(f"nothing is served at {request.path}"), {})
+            except web.HTTPMethodNotAllowed as error:
+                allowed = error.headers["Allow"]
+                return error_response(
+                    MethodNotAllowed(f"{request.path} takes {allowed}"), {"Allow": allowed}
+                )
+
+    return around
 
 
 def json_response(value: object, *, status: int = 200) -> web.Response:

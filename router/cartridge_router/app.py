@@ -16,8 +16,9 @@ from cartridge_policies.cost import CostPriors
 from cartridge_policies.types import MapMode
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReceiptStatus, ReplicaId
 from cartridge_proto.stores import open_store
-from cartridge_router.api import Api, Services, openai_errors
+from cartridge_router.api import Api, Services, around_handlers
 from cartridge_router.catalog import Catalog
+from cartridge_router.doors import Doors, most_connections
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder, reuse_trace
 from cartridge_router.outliers import Outliers
@@ -38,6 +39,8 @@ FIRST_LOOK_S = 3.0
 """How long the first probes may keep the gateway from listening: engines may be busy."""
 RECEIPT_WAIT_S = 1.0
 """How long a failed request waits for the receipt that explains it."""
+BACKLOG = 1024
+"""Connections that the kernel holds for us; clients come in bursts."""
 ENGINE_KEEPALIVE_S = 3.0
 """vLLM's server closes idle connections after 5 s; ours are given up before."""
 
@@ -160,11 +163,9 @@ async def kept_running(job: Job, pause_s: float = RESTART_S) -> None:
         await asyncio.sleep(pause_s)
 
 
-def make_app(services: Services) -> web.Application:
+def make_app(services: Services, doors: Doors) -> web.Application:
     """The HTTP application over running services."""
-    app = web.Application(
-        client_max_size=services.settings.max_body_bytes, middlewares=[openai_errors]
-    )
+    app = web.Application(middlewares=[around_handlers(doors)])
     app.add_routes(Api(services).routes())
     return app
 
@@ -172,15 +173,32 @@ def make_app(services: Services) -> web.Application:
 @contextlib.asynccontextmanager
 async def running_gateway(settings: Settings, key: bytes | None) -> AsyncIterator[str]:
     """A listening gateway; yields its base URL (with the real port when 0 was asked for)."""
+    clients = settings.clients
     async with running_services(settings, key) as services:
+        doors = Doors(
+            max_connections=clients.max_connections or most_connections(),
+            head_timeout_s=clients.head_timeout_s,
+            write_buffer_bytes=clients.write_buffer_bytes,
+            on_refused=lambda reason: services.metrics.refused_connections.labels(reason).inc(),
+        )
+        services.metrics.connections.set_function(lambda: doors.num_open)
         runner = web.AppRunner(
-            make_app(services), handler_cancellation=True, access_log=None, shutdown_timeout=10
+            make_app(services, doors),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=10,
+            keepalive_timeout=clients.keep_alive_s,
         )
         await runner.setup()
+        assert runner.server is not None  # noqa: S101 - there after `setup`
         try:
-            site = web.TCPSite(runner, settings.host, settings.port)
-            await site.start()
-            port = runner.addresses[0][1]
-            yield f"http://{settings.host}:{port}"
+            listener = await asyncio.get_running_loop().create_server(
+                doors.before(runner.server), settings.host, settings.port, backlog=BACKLOG
+            )
+            try:
+                port = listener.sockets[0].getsockname()[1]
+                yield f"http://{settings.host}:{port}"
+            finally:
+                listener.close()
         finally:
             await runner.cleanup()

@@ -7,6 +7,7 @@ RouterError
 ├── UnknownReceipt            404
 ├── UnknownPath               404
 ├── MethodNotAllowed          405
+├── RequestTimeout            408  the body came too slowly
 ├── IncompatibleCartridge     409  names the field
 ├── RequestTooLarge           413
 ├── ContextTooLong            422  with the numbers
@@ -90,6 +91,14 @@ class MethodNotAllowed(RouterError):
     status = 405
     openai_type = "invalid_request_error"
     code = "method_not_allowed"
+
+
+class RequestTimeout(RouterError):
+    """The body came too slowly."""
+
+    status = 408
+    openai_type = "invalid_request_error"
+    code = "request_timeout"
 
 
 class IncompatibleCartridge(RouterError):

@@ -106,6 +106,22 @@ class FleetSettings(_Section, frozen=True, kw_only=True):
     """How long the first time; each further time longer by as much."""
 
 
+class ClientSettings(_Section, frozen=True, kw_only=True):
+    """What clients may take."""
+
+    head_timeout_s: PositiveSeconds = 10.0
+    """For all headers of a request."""
+    body_grace_s: PositiveSeconds = 10.0
+    body_bytes_per_s: PositiveCount = 1024
+    """A body must have come after the grace and its size at this rate."""
+    keep_alive_s: PositiveSeconds = 75.0
+    """How long a connection may lie idle between requests."""
+    max_connections: PositiveCount | None = None
+    """More are answered 503; absent = nearly half of the process's open-file limit."""
+    write_buffer_bytes: PositiveCount = 16_384
+    """Of an answer that wait in memory for a client that does not read."""
+
+
 class Settings(_Section, frozen=True, kw_only=True):
     """The whole. `--replicas` alone makes an ordinary OpenAI proxy."""
 
@@ -121,6 +137,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     trust_client_fields: bool = False
     """Let clients send kv_transfer_params, cache_salt and kv_hints."""
     max_body_bytes: PositiveCount = 64 << 20
+    clients: ClientSettings = ClientSettings()
     forwarding: ForwardingSettings = ForwardingSettings()
     placement: PlacementSettings = PlacementSettings()
     cartridges: CartridgeSettings = CartridgeSettings()

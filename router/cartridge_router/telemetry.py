@@ -62,6 +62,15 @@ class Metrics:
             "Requests that went on to another replica.",
             registry=registry,
         )
+        self.refused_connections = Counter(
+            names.METRIC_REFUSED_CONNECTIONS,
+            "Connections of clients that were closed: too many, or a head that took too long.",
+            ["reason"],
+            registry=registry,
+        )
+        self.connections = Gauge(
+            names.METRIC_CONNECTIONS, "Connections of clients that are open.", registry=registry
+        )
         self.ejections = Counter(
             names.METRIC_EJECTIONS,
             "Times that a replica was left alone for a while after failures in a row.",
