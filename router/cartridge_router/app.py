@@ -41,6 +41,8 @@ RECEIPT_WAIT_S = 1.0
 """How long a failed request waits for the receipt that explains it."""
 BACKLOG = 1024
 """Connections that the kernel holds for us; clients come in bursts."""
+UPSTREAM_BUFFER_BYTES = 8192
+"""Of an answer, beyond which a replica waits for its client; one read of the socket may go over."""
 ENGINE_KEEPALIVE_S = 3.0
 """vLLM's server closes idle connections after 5 s; ours are given up before."""
 
@@ -50,7 +52,10 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
     """Everything that runs beside the HTTP server, for as long as the block does."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S)
     async with aiohttp.ClientSession(
-        connector=connector, auto_decompress=False, trace_configs=[reuse_trace()]
+        connector=connector,
+        auto_decompress=False,
+        read_bufsize=UPSTREAM_BUFFER_BYTES,
+        trace_configs=[reuse_trace()],
     ) as session:
         services, jobs = _construct(settings, key, session)
         await services.catalog.read_first()
