@@ -9,9 +9,12 @@ from typing import Final
 # --- HTTP headers: request -------------------------------------------------------------------
 HEADER_CARTRIDGE_IDS: Final = "x-cartridge-ids"
 HEADER_REQUEST_ID: Final = "x-request-id"
+"""To an engine the id of this gateway; to a client its own, where that can be said back."""
 
 # --- HTTP headers: response ------------------------------------------------------------------
 HEADER_PREFIX: Final = "x-cartridge-"
+HEADER_OWN_REQUEST_ID: Final = "x-cartridge-request-id"
+"""The gateway's id of a request: receipts are found by it."""
 HEADER_DIGEST: Final = "x-cartridge-digest"
 HEADER_REPLICA: Final = "x-cartridge-replica"
 HEADER_TIER: Final = "x-cartridge-tier"

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -54,6 +54,8 @@ _STORED = re.compile(r"/v1/responses/[^/]+(?:/cancel)?")
 """What one replica keeps in its memory."""
 _CLIENT_CLOSED_REQUEST = 499
 """Status that is counted when the client went away; nobody receives it."""
+_REPEATABLE: Final = re.compile(r"[ -~]{1,128}")
+"""Ids of clients that go into an answer."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Api:
     async def _serve(self, request: web.Request, route: Route) -> web.StreamResponse:
         started_s = time.monotonic()
         request_id = uuid.uuid4().hex
-        exchange = Exchange({names.HEADER_REQUEST_ID: request_id})
+        exchange = Exchange(_identified(request, request_id))
         selection, status = None, _CLIENT_CLOSED_REQUEST
         with TRACER.start_as_current_span(
             names.SPAN_REQUEST, context=extract(request.headers), kind=SpanKind.SERVER
@@ -308,7 +310,7 @@ class Api:
         return json_response({"object": "list", "data": data})
 
     async def receipt(self, request: web.Request) -> web.Response:
-        """The receipt of one request, by the id in its `x-request-id` header."""
+        """The receipt of one request, by the id in its `x-cartridge-request-id` header."""
         receipt = self._services.receipts.find(request.match_info["request_id"])
         if receipt is None:
             return error_response(UnknownReceipt("no receipt of that request"), {})
@@ -336,6 +338,13 @@ class Api:
         """Prometheus text."""
         body = self._services.metrics.render(self._services.fleet, self._services.residency)
         return web.Response(body=body, headers={"content-type": "text/plain; version=0.0.4"})
+
+
+def _identified(request: web.Request, request_id: str) -> dict[str, str]:
+    """Both ids of a request: ours, and under the common name the client's if it can be repeated."""
+    sent = request.headers.get(names.HEADER_REQUEST_ID, "")
+    said_back = sent if _REPEATABLE.fullmatch(sent) else request_id
+    return {names.HEADER_OWN_REQUEST_ID: request_id, names.HEADER_REQUEST_ID: said_back}
 
 
 def _told(

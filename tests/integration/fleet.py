@@ -123,7 +123,7 @@ class Fleet:
                 if num_chunks == 5:
                     after_five()
         headers = dict(response.headers)
-        receipt = self.receipt(headers[names.HEADER_REQUEST_ID])
+        receipt = self.receipt(headers[names.HEADER_OWN_REQUEST_ID])
         return Answer(tuple(token_ids), tuple(logprobs), (), headers, receipt, len(prompt))
 
     def receipt(self, request_id: str) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def test_residency_and_receipts_reach_the_gateway(fleet: Fleet) -> None:
     fleet.put("listed", document_tokens(30, seed=606))
     answer = fleet.complete(LIVE_PROMPT, ["listed@1"])
     assert answer.headers[names.HEADER_TIER] == "remote"
-    request_id = answer.headers[names.HEADER_REQUEST_ID]
+    request_id = answer.headers[names.HEADER_OWN_REQUEST_ID]
     give_up_s = time.monotonic() + 10
     receipt: dict[str, Any] = {}
     residency: list[dict[str, str]] = []

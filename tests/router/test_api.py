@@ -84,7 +84,7 @@ async def test_the_response_says_what_was_decided(fleet: Gateway) -> None:
     assert re.fullmatch("sha256:[0-9a-f]{64}", told["x-cartridge-digest"])
     assert re.fullmatch(r"\d+", told["x-cartridge-map-age-ms"])
     assert re.fullmatch(r"\d+\.\d\d", told["x-cartridge-overhead-ms"])
-    assert re.fullmatch("[0-9a-f]{32}", told["x-request-id"])
+    assert re.fullmatch("[0-9a-f]{32}", told["x-cartridge-request-id"])
     holder = told["x-cartridge-replica"]
     await fleet.has_residents("harbour-rules@1", {holder: "dram"})
     warm = await fleet.ask("harbour-rules@1")
@@ -195,7 +195,7 @@ async def test_an_error_carries_the_request_id(fleet: Gateway) -> None:
     """Whoever reports a failure can name the request."""
     reply = await fleet.ask("unknown@1")
     assert reply.status == 404
-    assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
+    assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-cartridge-request-id"])
 
 
 # --- what is known -------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ async def test_cartridges_are_listed_with_their_residency(
 async def test_the_receipt_of_a_request_can_be_read(fleet: Gateway) -> None:
     """By its request id; another id is a 404."""
     reply = await fleet.ask("harbour-rules@1")
-    path = f"/v1/cartridges/receipts/{reply.headers['x-request-id']}"
+    path = f"/v1/cartridges/receipts/{reply.headers['x-cartridge-request-id']}"
     await fleet.has_metric("cartridge_router_receipts_total", 1, status="served")
     receipt = (await fleet.get(path)).json
     assert receipt["status"] == "served"

@@ -118,7 +118,7 @@ async def test_a_cartridge_request_changes_only_what_the_gateway_owns(
     added = json.loads(b"{" + data.removeprefix(kept).strip().removeprefix(b","))
     message = decode_message(added.pop("kv_transfer_params").pop("cartridges"))
     assert [item.digest for item in message.items] == [digest_of(manifest)]
-    assert message.request_id == reply.headers["x-request-id"]
+    assert message.request_id == reply.headers["x-cartridge-request-id"]
     assert added == {
         "cache_salt": cache_salt(Digest(message.composition)),
         "chat_template_kwargs": {"enable_thinking": False, "cartridge_system_turn": True},
@@ -185,8 +185,33 @@ async def test_request_headers_are_filtered(
     assert (got["traceparent"], got["x-session-id"]) == (sent["Traceparent"], "s-1")
     for name in ("authorization", "x-cartridge-policy", "x-hop", "te", "proxy-authorization"):
         assert name not in got
-    assert got["x-request-id"] == reply.headers["x-request-id"] != "from-the-client"
+    assert got["x-request-id"] == reply.headers["x-cartridge-request-id"] != "from-the-client"
     assert got["host"] == stub.url.removeprefix("http://")
+
+
+@pytest.mark.parametrize(
+    ("sent", "is_said_back"),
+    [
+        ("order 17: ~!", True),
+        ("a" * 128, True),
+        ("a" * 129, False),
+        ("", False),
+        ("caf\u00e9", False),
+        ("a\tb", False),
+    ],
+)
+async def test_a_client_s_request_id_is_said_back_if_short_and_printable(
+    start_stub: StartStub, start_gateway: StartGateway, sent: str, is_said_back: bool
+) -> None:
+    """Engines get an id of the gateway's in any case, so equal ids of clients never meet there."""
+    stub = await start_stub(answer_ok)
+    gateway = await start_gateway(quick_gateway(stub.url))
+    replies = [await gateway.post_bytes(CHAT, ODD_BODY, {"X-Request-Id": sent}) for _ in range(2)]
+    own = [reply.headers["x-cartridge-request-id"] for reply in replies]
+    assert [request.headers["x-request-id"] for request in stub.requests] == own
+    assert own[0] != own[1]
+    expected = [sent, sent] if is_said_back else own
+    assert [reply.headers["x-request-id"] for reply in replies] == expected
 
 
 async def test_the_gateway_does_not_ask_for_compression_by_itself(
@@ -216,6 +241,7 @@ async def test_response_headers_are_filtered(
             {
                 "X-Cartridge-Digest": "forged",
                 "X-Request-Id": "forged",
+                "X-Cartridge-Request-Id": "forged",
                 "Keep-Alive": "timeout=5",
                 "Connection": "X-Hop",
                 "X-Hop": "1",
@@ -229,7 +255,8 @@ async def test_response_headers_are_filtered(
     reply = await gateway.post_bytes(CHAT, ODD_BODY)
     assert (reply.status, reply.headers["x-engine"]) == (201, "stub")
     assert reply.headers.getall("set-cookie") == ["a=1", "b=2"]
-    assert reply.headers["x-request-id"] != "forged"
+    assert reply.headers["x-request-id"] == reply.headers["x-cartridge-request-id"] != "forged"
+    assert len(reply.headers.getall("x-request-id")) == 1
     for name in ("x-cartridge-digest", "keep-alive", "x-hop"):
         assert name not in reply.headers
 

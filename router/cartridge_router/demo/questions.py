@@ -171,7 +171,7 @@ class Asker:
 
     def served_tier(self, answer: Answer) -> str:
         """Where the engine really had the Cartridges, from its receipt."""
-        request_id = answer.headers[names.HEADER_REQUEST_ID]
+        request_id = answer.headers[names.HEADER_OWN_REQUEST_ID]
         give_up_s = time.monotonic() + RECEIPT_TIMEOUT_S
         while time.monotonic() < give_up_s:
             receipt = get_json(f"{self._gateway}/v1/cartridges/receipts/{request_id}")
