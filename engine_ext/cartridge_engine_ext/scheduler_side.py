@@ -39,6 +39,7 @@ from cartridge_proto.composition import (
     OnMiss,
     cache_salt,
     claimed_request_id,
+    claimed_scope,
     composition_digest,
     decode_message,
 )
@@ -132,6 +133,7 @@ class _Doomed:
     """A request refused before it got a prefix: fails as soon as it is scheduled."""
 
     request_id: str
+    scope: str | None
     refusal: Refusal
     trace_headers: Mapping[str, str] | None
     is_proof: bool
@@ -470,6 +472,7 @@ class SchedulerSide:
             self._release(before)
         self._tracked[request.request_id] = _Doomed(
             claimed_request_id(params[FIELD_CARTRIDGES]),
+            claimed_scope(params[FIELD_CARTRIDGES]),
             refusal,
             request.trace_headers,
             is_proof=self._is_self_test(params),
@@ -629,6 +632,7 @@ class SchedulerSide:
             replica=self._replica,
             epoch=self._epoch,
             request_id=tracked.message.request_id,
+            scope=tracked.message.scope,
             status=status,
             reason=None if refusal is None else refusal.reason,
             detail="" if refusal is None else refusal.detail[:_MAX_DETAIL],
@@ -651,6 +655,7 @@ class SchedulerSide:
             replica=self._replica,
             epoch=self._epoch,
             request_id=doomed.request_id,
+            scope=doomed.scope,
             status=ReceiptStatus.FAILED,
             reason=doomed.refusal.reason,
             detail=doomed.refusal.detail[:_MAX_DETAIL],

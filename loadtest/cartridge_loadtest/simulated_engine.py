@@ -31,6 +31,7 @@ from cartridge_proto.composition import (
     OnMiss,
     cache_salt,
     claimed_request_id,
+    claimed_scope,
     decode_message,
 )
 from cartridge_proto.digest import Digest, parse_digest
@@ -237,6 +238,7 @@ class SimulatedEngine:
             replica=self.settings.replica,
             epoch=self.epoch,
             request_id=claimed_request_id(request.cartridges),
+            scope=claimed_scope(request.cartridges),
             status=ReceiptStatus.SERVED if refusal is None else ReceiptStatus.FAILED,
             reason=None if refusal is None else refusal.reason,
             detail="" if refusal is None else str(refusal)[:MAX_DETAIL_LENGTH],

@@ -104,6 +104,15 @@ def claimed_request_id(value: object) -> str:
         return "unknown"
 
 
+def claimed_scope(value: object) -> str | None:
+    """The scope of a parsed JSON value that may be no valid message; `None` without one."""
+    claimed = value.get("scope") if isinstance(value, dict) else None
+    try:
+        return msgspec.convert(claimed, ScopeText)
+    except msgspec.ValidationError:
+        return None
+
+
 def layout_offsets(layout: PositionLayout, lengths: Sequence[int]) -> list[int]:
     """Position of each artifact's first token.
 

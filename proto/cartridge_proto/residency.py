@@ -10,7 +10,7 @@ from typing import Annotated, NewType
 import msgspec
 
 from cartridge_proto.compatibility import EngineIdentity
-from cartridge_proto.composition import RequestIdText
+from cartridge_proto.composition import RequestIdText, ScopeText
 from cartridge_proto.digest import END, DigestText
 
 ReplicaId = NewType("ReplicaId", str)
@@ -139,3 +139,5 @@ class Receipt(_Record, frozen=True, kw_only=True):
     blocks, for bytes, checks and probes, for another request's load of the same prefix, and until
     its own was written. 0 when nothing had to come; a wait for the scheduler alone is not in it.
     """
+    scope: ScopeText | None = None
+    """Tenant that the message named; `None` when it named none that can be."""

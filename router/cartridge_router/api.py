@@ -312,7 +312,7 @@ class Api:
     async def receipt(self, request: web.Request) -> web.Response:
         """The receipt of one request, by the id in its `x-cartridge-request-id` header."""
         receipt = self._services.receipts.find(request.match_info["request_id"])
-        if receipt is None:
+        if receipt is None or receipt.scope != self._authorise():
             return error_response(UnknownReceipt("no receipt of that request"), {})
         return json_response(msgspec.to_builtins(receipt))
 

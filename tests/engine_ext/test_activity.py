@@ -30,6 +30,7 @@ def receipt(*tiers: Tier, reason: FailureReason | None = None) -> Receipt:
         replica="r",
         epoch="0" * 32,
         request_id="req-1",
+        scope="public",
         status=ReceiptStatus.SERVED if reason is None else ReceiptStatus.FAILED,
         reason=reason,
         detail="",

@@ -121,6 +121,7 @@ def receipt(number: int, epoch: Epoch) -> Receipt:
         replica=REPLICA,
         epoch=epoch,
         request_id=f"req-{number}",
+        scope="public",
         status=ReceiptStatus.SERVED,
         reason=None,
         detail="",

@@ -127,7 +127,7 @@ async def test_the_receipt_says_where_the_artifact_was(
         ]
         assert (receipt.num_virtual_tokens, receipt.num_loads) == (manifest.num_tokens, 1)
         assert receipt.loaded_bytes == manifest.payload_bytes
-        assert receipt.request_id == "req-1"
+        assert (receipt.request_id, receipt.scope) == ("req-1", "public")
 
 
 async def test_live_tokens_alone_are_counted_as_prompt(

@@ -9,6 +9,7 @@ from cartridge_proto.composition import (
     CompositionMessage,
     OnMiss,
     claimed_request_id,
+    claimed_scope,
     composition_digest,
     layout_offsets,
     model_fingerprint,
@@ -124,3 +125,21 @@ def test_identity_that_does_not_follow_is_refused(changes: dict[str, object]) ->
 def test_request_id_of_a_bad_message(value: object, expected: str) -> None:
     """A receipt names the request even when the rest of its message is bad."""
     assert claimed_request_id(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"scope": "acme:team-1"}, "acme:team-1"),
+        ({"scope": "two words"}, None),
+        ({"scope": ""}, None),
+        ({"scope": 7}, None),
+        ({"scope": "x" * 129}, None),
+        ({}, None),
+        (["junk"], None),
+        (None, None),
+    ],
+)
+def test_scope_of_a_bad_message(value: object, expected: str | None) -> None:
+    """A receipt says whose the request was even when the rest of its message is bad."""
+    assert claimed_scope(value) == expected

@@ -68,6 +68,7 @@ receipts = st.builds(
     num_loads=counts,
     loaded_bytes=counts,
     load_s=st.floats(0, 1e6),
+    scope=st.none() | st.text("abc019._:-", min_size=1, max_size=128),
 )
 registrations = st.builds(
     Registration,

@@ -10,6 +10,7 @@ def receipt_of(request_id: str) -> Receipt:
         replica="r0",
         epoch=new_epoch(),
         request_id=request_id,
+        scope="public",
         status=ReceiptStatus.SERVED,
         reason=None,
         detail="",
