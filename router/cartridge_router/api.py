@@ -46,14 +46,15 @@ from cartridge_router.telemetry import TRACER, Metrics, current_traceparent
 _OUTSIDE_V1 = ("/tokenize", "/detokenize", "/pooling", "/classify")
 _RANKING = ("/score", "/rerank", "/v2/rerank")
 """With these, what vLLM serves for clients beside `/v1/`."""
-_NOT_FOR_CLIENTS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-"""What changes a single replica; operators ask it themselves."""
 _OTHERS = "/v1/{tail:(?!chat/completions$|completions$|responses$|messages$).+}"
 """All but the routes that only take POST, which say so themselves."""
 _STORED = re.compile(r"/v1/responses/[^/]+(?:/cancel)?")
 """What one replica keeps in its memory."""
 _CLIENT_CLOSED_REQUEST = 499
 """Status that is counted when the client went away; nobody receives it."""
+_SEPARATOR: Final = re.compile(r"[/\\]")
+_FOR_OPERATORS: Final = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Change an engine for everybody."""
 _REPEATABLE: Final = re.compile(r"[ -~]{1,128}")
 """Ids of clients that go into an answer."""
 
@@ -116,8 +117,7 @@ class Api:
             names.SPAN_REQUEST, context=extract(request.headers), kind=SpanKind.SERVER
         ) as span:
             try:
-                if request.path in _NOT_FOR_CLIENTS:
-                    raise UnknownPath(f"nothing is served at {request.path}")
+                check_path(request.path)
                 data = await self._read_body(request)
                 read_s = time.monotonic()
                 is_lookup = _STORED.fullmatch(request.path) is not None
@@ -338,6 +338,16 @@ class Api:
         """Prometheus text."""
         body = self._services.metrics.render(self._services.fleet, self._services.residency)
         return web.Response(body=body, headers={"content-type": "text/plain; version=0.0.4"})
+
+
+def check_path(path: str) -> None:
+    """Refuse what an engine would read as an address outside of /v1/, and what is its operator's.
+
+    Raises:
+        UnknownPath: as for an address that nothing serves.
+    """
+    if {".", ".."} & set(_SEPARATOR.split(path)) or path.rstrip("/") in _FOR_OPERATORS:
+        raise UnknownPath(f"nothing is served at {path}")
 
 
 def _identified(request: web.Request, request_id: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The HTTP surface: routes, statuses, OpenAI errors, response headers and the dry run."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -182,6 +183,40 @@ async def test_an_unknown_path_or_method_is_an_openai_error(
         assert (response.status, error["type"]) == (status, "invalid_request_error")
         assert path in error["message"]
         assert response.headers.get("allow", "POST") == "POST"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/../sleep",
+        "/v1/%2e%2e/reset_prefix_cache",
+        "/v1/x/..%2f..%2fsleep",
+        "/v1/.%2e/%2e./v1/embeddings",
+        "/v1/..\\sleep",
+        "/v1/%2E%2E%5Csleep",
+        "/v1/./embeddings",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter/",
+        "/v1/%6coad_lora_adapter",
+        "/v1/cartridges/receipts/../../../sleep",
+    ],
+)
+async def test_nobody_leaves_v1_or_operates_an_engine(
+    start_stub: StartStub, start_gateway: StartGateway, path: str
+) -> None:
+    """What an engine would read as another address, or as a change for everybody, is unknown."""
+    stub = await start_stub(answer_ok)
+    gateway = await start_gateway(quick_gateway(stub.url))
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"model":"sample"}'
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}"
+    writer.write(head.encode() + b"\r\n\r\n" + body)
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 405 "))
+    assert stub.requests == []
 
 
 async def test_an_unknown_model_is_a_404(fleet: Gateway) -> None:
