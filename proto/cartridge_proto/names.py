@@ -11,6 +11,13 @@ HEADER_CARTRIDGE_IDS: Final = "x-cartridge-ids"
 HEADER_REQUEST_ID: Final = "x-request-id"
 """To an engine the id of this gateway; to a client its own, where that can be said back."""
 
+HEADER_AUTHORIZATION: Final = "authorization"
+HEADER_X_API_KEY: Final = "x-api-key"
+HEADER_API_KEY: Final = "api-key"
+HEADER_ENGINE_PRIORITY: Final = "x-vllm-priority"
+HEADER_ENGINE_RANK: Final = "x-data-parallel-rank"
+"""Headers by which vLLM is told what only an operator may say."""
+
 # --- HTTP headers: response ------------------------------------------------------------------
 HEADER_PREFIX: Final = "x-cartridge-"
 HEADER_OWN_REQUEST_ID: Final = "x-cartridge-request-id"
@@ -22,6 +29,13 @@ HEADER_DECISION: Final = "x-cartridge-decision"
 HEADER_SELECTION: Final = "x-cartridge-selection"
 HEADER_MAP_AGE_MS: Final = "x-cartridge-map-age-ms"
 HEADER_OVERHEAD_MS: Final = "x-cartridge-overhead-ms"
+HEADER_CHALLENGE: Final = "www-authenticate"
+
+
+def rate_limit_header(what: str, unit: str) -> str:
+    """`limit`, `remaining` or `reset` of `requests` or `tokens`, as OpenAI names them."""
+    return f"x-ratelimit-{what}-{unit}"
+
 
 # --- JSON fields of a request body -----------------------------------------------------------
 FIELD_CARTRIDGE_IDS: Final = "cartridge_ids"
@@ -29,6 +43,12 @@ FIELD_KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
 FIELD_CARTRIDGES: Final = "cartridges"
 FIELD_CACHE_SALT: Final = "cache_salt"
 FIELD_KV_HINTS: Final = "kv_hints"
+FIELD_EC_TRANSFER_PARAMS: Final = "ec_transfer_params"
+FIELD_REQUEST_ID: Final = "request_id"
+FIELD_PRIORITY: Final = "priority"
+FIELD_PROMPT: Final = "prompt"
+FIELD_PROMPT_EMBEDS: Final = "prompt_embeds"
+FIELD_CHAT_TEMPLATE: Final = "chat_template"
 FIELD_CHAT_TEMPLATE_KWARGS: Final = "chat_template_kwargs"
 FIELD_ADD_SPECIAL_TOKENS: Final = "add_special_tokens"
 FIELD_RECEIPT: Final = "cartridge_receipt"

@@ -5,6 +5,7 @@ a replica itself.
 """
 
 import asyncio
+import contextlib
 import re
 import time
 import uuid
@@ -35,6 +36,7 @@ from cartridge_router.errors import (
 )
 from cartridge_router.fleet import Fleet, ServedModel
 from cartridge_router.forwarding import Exchange, Forwarder, Outgoing
+from cartridge_router.limits import Limits
 from cartridge_router.placement import Placement, Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.request import ParsedRequest, Route, engine_body, parse_request
@@ -42,6 +44,7 @@ from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import Selection, Selector
 from cartridge_router.settings import Settings
 from cartridge_router.telemetry import TRACER, Metrics, current_traceparent
+from cartridge_router.tenants import Tenant, Tenants
 
 _OUTSIDE_V1 = ("/tokenize", "/detokenize", "/pooling", "/classify")
 _RANKING = ("/score", "/rerank", "/v2/rerank")
@@ -64,6 +67,8 @@ class Services:
     """Everything the handlers use; made in `app.py`."""
 
     settings: Settings
+    tenants: Tenants
+    limits: Limits
     catalog: Catalog
     residency: ResidencyMap
     fleet: Fleet
@@ -87,11 +92,11 @@ class Api:
             web.post(Route.COMPLETIONS, self._handler(Route.COMPLETIONS)),
             web.post(Route.RESPONSES, self._handler(Route.RESPONSES)),
             web.post(Route.MESSAGES, self._handler(Route.MESSAGES)),
-            web.get("/v1/models", self.models),
-            web.get("/v1/models/{model:.+}", self.model),
-            web.get("/v1/cartridges", self.cartridges),
-            web.post("/v1/cartridges/explain", self.explain),
-            web.get("/v1/cartridges/receipts/{request_id}", self.receipt),
+            web.get("/v1/models", self._for_tenants(self.models)),
+            web.get("/v1/models/{model:.+}", self._for_tenants(self.model)),
+            web.get("/v1/cartridges", self._for_tenants(self.cartridges)),
+            web.post("/v1/cartridges/explain", self._for_tenants(self.explain)),
+            web.get("/v1/cartridges/receipts/{request_id}", self._for_tenants(self.receipt)),
             web.get("/health", self.health),
             web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
@@ -113,24 +118,34 @@ class Api:
         request_id = uuid.uuid4().hex
         exchange = Exchange(_identified(request, request_id))
         selection, status = None, _CLIENT_CLOSED_REQUEST
-        with TRACER.start_as_current_span(
-            names.SPAN_REQUEST, context=extract(request.headers), kind=SpanKind.SERVER
-        ) as span:
+        with (
+            contextlib.ExitStack() as held,
+            TRACER.start_as_current_span(
+                names.SPAN_REQUEST, context=extract(request.headers), kind=SpanKind.SERVER
+            ) as span,
+        ):
             try:
                 check_path(request.path)
+                tenant = self._services.tenants.authorise(request.headers)
+                held.enter_context(self._services.limits.in_flight(tenant))
                 data = await self._read_body(request)
                 read_s = time.monotonic()
                 is_lookup = _STORED.fullmatch(request.path) is not None
-                needs_body = request.method == "POST" and not is_lookup
-                parsed = parse_request(route, data, request.headers, needs_body=needs_body)
-                tenant = self._authorise()
-                selection = self._services.selector.select(parsed, tenant)
+                parsed = parse_request(
+                    route,
+                    data,
+                    request.headers,
+                    is_trusted=tenant.is_trusted,
+                    needs_body=request.method == "POST" and not is_lookup,
+                )
+                exchange.headers |= await self._services.limits.spend(tenant, parsed.num_tokens)
+                selection = self._services.selector.select(parsed, tenant.name)
                 placement = self._services.placer.place(parsed, selection)
                 span.set_attribute(names.ATTR_MODEL, parsed.model)
                 span.set_attribute(names.ATTR_DIGESTS, [c.digest for c in selection.cartridges])
                 span.set_attribute(names.ATTR_REPLICA, placement.replica)
                 span.set_attribute(names.ATTR_DECISION, placement.reason)
-                outgoing = self._outgoing(request, parsed, selection, placement, request_id)
+                outgoing = self._outgoing(request, tenant, parsed, selection, placement, request_id)
                 overhead_s = time.monotonic() - read_s
                 exchange.headers.update(_told(selection, placement, outgoing, overhead_s))
                 self._services.metrics.overhead_seconds.observe(overhead_s)
@@ -173,13 +188,10 @@ class Api:
         except web.RequestPayloadError as error:
             raise InvalidRequest(f"the body cannot be read: {error}") from error
 
-    def _authorise(self) -> str:
-        """The tenant of a request: the one of the settings, until there are API keys."""
-        return self._services.settings.tenant
-
     def _outgoing(
         self,
         request: web.Request,
+        tenant: Tenant,
         parsed: ParsedRequest,
         selection: Selection,
         placement: Placement,
@@ -195,7 +207,7 @@ class Api:
             request_id=request_id,
             path=request.path_qs,
             dialect=DIALECTS[parsed.route],
-            body=engine_body(parsed, message, is_trusted=settings.trust_client_fields),
+            body=engine_body(parsed, message, is_trusted=tenant.is_trusted),
             replicas=tuple(candidate.replica for candidate in placement.decision.ranking),
             composition=selection.composition,
             is_lookup=_STORED.fullmatch(request.path) is not None,
@@ -221,16 +233,26 @@ class Api:
             metrics.first_byte_seconds.labels(tier).observe(exchange.first_byte_s - started_s)
 
     # --- what is known ---------------------------------------------------------------------------
-    async def explain(self, request: web.Request) -> web.Response:
+    def _for_tenants(
+        self, answer: Callable[[web.Request, Tenant], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """A handler that is told who asks, and whose errors are answered."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                return await answer(request, self._services.tenants.authorise(request.headers))
+            except RouterError as error:
+                return error_response(error, {})
+
+        return handle
+
+    async def explain(self, request: web.Request, tenant: Tenant) -> web.Response:
         """The dry run: the same steps, nothing forwarded; all terms for all replicas."""
-        try:
-            route = _explained_route(request)
-            data = await self._read_body(request)
-            parsed = parse_request(route, data, request.headers)
-            selection = self._services.selector.select(parsed, self._authorise())
-            placement = self._services.placer.place(parsed, selection)
-        except RouterError as error:
-            return error_response(error, {})
+        route = _explained_route(request)
+        data = await self._read_body(request)
+        parsed = parse_request(route, data, request.headers, is_trusted=tenant.is_trusted)
+        selection = self._services.selector.select(parsed, tenant.name)
+        placement = self._services.placer.place(parsed, selection)
         return json_response(
             {
                 "object": "cartridge.explanation",
@@ -254,7 +276,7 @@ class Api:
             }
         )
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, request: web.Request, tenant: Tenant) -> web.Response:
         """Models of all healthy replicas, each once."""
         return json_response({"object": "list", "data": self._models()})
 
@@ -285,7 +307,7 @@ class Api:
             for name, served in sorted(merged.items())
         ]
 
-    async def cartridges(self, request: web.Request) -> web.Response:
+    async def cartridges(self, request: web.Request, tenant: Tenant) -> web.Response:
         """Cartridges the caller may use, and where each is ready."""
         residency = self._services.residency
         data = [
@@ -305,15 +327,15 @@ class Api:
                     for replica, tier in residency.holders(cartridge.digest)
                 ],
             }
-            for alias, cartridge in self._services.catalog.visible_to(self._authorise())
+            for alias, cartridge in self._services.catalog.visible_to(tenant.name)
         ]
         return json_response({"object": "list", "data": data})
 
-    async def receipt(self, request: web.Request) -> web.Response:
+    async def receipt(self, request: web.Request, tenant: Tenant) -> web.Response:
         """The receipt of one request, by the id in its `x-cartridge-request-id` header."""
         receipt = self._services.receipts.find(request.match_info["request_id"])
-        if receipt is None or receipt.scope != self._authorise():
-            return error_response(UnknownReceipt("no receipt of that request"), {})
+        if receipt is None or receipt.scope != tenant.name:
+            raise UnknownReceipt("no receipt of that request")
         return json_response(msgspec.to_builtins(receipt))
 
     async def health(self, request: web.Request) -> web.Response:
@@ -429,7 +451,7 @@ def error_response(
         body=dialect.error_body(error),
         status=error.status,
         content_type="application/json",
-        headers=headers,
+        headers={**headers, **error.headers},
     )
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from cartridge_policies import POLICIES
 from cartridge_policies.cost import CostPriors
@@ -21,15 +22,35 @@ from cartridge_router.catalog import Catalog
 from cartridge_router.doors import Doors, most_connections
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder, reuse_trace
+from cartridge_router.limits import Limits
 from cartridge_router.outliers import Outliers
 from cartridge_router.placement import Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
 from cartridge_router.selection import Selector
 from cartridge_router.settings import Settings
+from cartridge_router.signing_keys import SigningKeys
 from cartridge_router.telemetry import Metrics
+from cartridge_router.tenants import Tenants
 
 logger = logging.getLogger(__name__)
+
+
+class _WithoutReceivedBytes(logging.Filter):
+    """Keeps what a client sent out of the log: of bytes that are no HTTP only the fault is told."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record; it is always logged."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.exc_info = None
+            record.msg = f"{record.msg}: {type(error).__name__}"
+        return True
+
+
+server_logger = logging.getLogger("cartridge_router.http")
+"""What aiohttp's server has to say."""
+server_logger.addFilter(_WithoutReceivedBytes())
 
 Job = Callable[[], Coroutine[None, None, None]]
 """What runs beside the server until it is cancelled."""
@@ -58,6 +79,7 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
         trace_configs=[reuse_trace()],
     ) as session:
         services, jobs = _construct(settings, key, session)
+        await services.tenants.read_first()
         await services.catalog.read_first()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LOOK_S):
@@ -104,6 +126,10 @@ def _construct(
             suspect_after_s=settings.fleet.suspect_after_s,
         ),
     )
+    signing_keys = None
+    if settings.tenants.jwks_url is not None:
+        signing_keys = SigningKeys(settings.tenants.jwks_url, session)
+    tenants = Tenants(settings, signing_keys)
     store = open_store(settings.store) if settings.store else None
     catalog = Catalog(store, settings.cartridges.refresh_s)
     placement = settings.placement
@@ -114,6 +140,8 @@ def _construct(
     )
     services = Services(
         settings=settings,
+        tenants=tenants,
+        limits=Limits(),
         catalog=catalog,
         residency=residency,
         fleet=fleet,
@@ -155,6 +183,10 @@ def _construct(
     if settings.redis_url is not None:
         reader = RedisReader(url=settings.redis_url, residency=residency, on_receipt=on_receipt)
         jobs.append(reader.run)
+    if settings.tenants.keys_file is not None:
+        jobs.append(tenants.run)
+    if signing_keys is not None:
+        jobs.append(signing_keys.run)
     return services, jobs
 
 
@@ -191,6 +223,7 @@ async def running_gateway(settings: Settings, key: bytes | None) -> AsyncIterato
             make_app(services, doors),
             handler_cancellation=True,
             access_log=None,
+            logger=server_logger,
             shutdown_timeout=10,
             keepalive_timeout=clients.keep_alive_s,
         )

@@ -80,9 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     groups = {
         "cartridge": _group(top, "cartridge", "build, list, show, verify and copy Cartridges"),
         "config": _group(top, "config", "check settings, print their schema"),
+        "tenants": _group(top, "tenants", "make API keys"),
     }
     _add_cartridge(groups["cartridge"])
     _add_config(groups["config"])
+    _add_tenants(groups["tenants"])
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_COMMANDS):
         group, _, name = entry.name.rpartition(".")
         if group and group not in groups:
@@ -335,11 +337,45 @@ def _add_config(group: Any) -> None:
 
 
 def _check_config(args: argparse.Namespace) -> int:
-    load_settings(args.file, {}, {})
+    settings = load_settings(args.file, {}, {})
+    if settings.tenants.keys_file is not None:
+        from cartridge_router.tenants import read_keys_file
+
+        read_keys_file(Path(settings.tenants.keys_file), settings.tenants)
     print(f"{args.file}: ok")
     return 0
 
 
 def _schema(args: argparse.Namespace) -> int:
     print(json.dumps(settings_schema(), indent=2, sort_keys=True))
+    return 0
+
+
+# --- tenants -------------------------------------------------------------------------------------
+def _add_tenants(group: Any) -> None:
+    def configure(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("tenant", help="name of the tenant")
+        add("--file", type=Path, help="keys file to put the entry into; made if there is none")
+        add("--label", help="for people: where the key is used")
+
+    _add(group, "new-key", "make an API key; it is shown once", configure, _new_key)
+
+
+def _new_key(args: argparse.Namespace) -> int:
+    from cartridge_router.tenants import TENANT_NAME, append_entry, key_entry, new_key
+
+    if TENANT_NAME.fullmatch(args.tenant) is None:
+        raise ConfigurationError([f"{args.tenant[:80]!r}: not a name that a tenant can have"])
+    key = new_key()
+    entry = key_entry(args.tenant, key, args.label)
+    if args.file is None:
+        print("The key, and the entry for `keys` of the keys file:", file=sys.stderr)
+        print(key, entry, sep="\n")
+        return 0
+    is_listed = append_entry(args.file, args.tenant, entry)
+    if not is_listed:
+        print(f"{args.tenant} is not listed in {args.file}: the settings must", file=sys.stderr)
+    print(f"The key; its hash is in {args.file}:", file=sys.stderr)
+    print(key)
     return 0

@@ -2,6 +2,7 @@
 
 RouterError
 ├── InvalidRequest            400  malformed, or asks for what Cartridges cannot do
+├── InvalidApiKey             401  no key, an unknown one, or one of no tenant: WWW-Authenticate
 ├── UnknownModel              404
 ├── UnknownCartridge          404  absent, or not for this caller: the same answer
 ├── UnknownReceipt            404
@@ -9,9 +10,11 @@ RouterError
 ├── MethodNotAllowed          405
 ├── RequestTimeout            408  the body came too slowly
 ├── IncompatibleCartridge     409  names the field
-├── RequestTooLarge           413
+├── RequestTooLarge           413  larger than a body, or a minute of the tenant, may be
 ├── ContextTooLong            422  with the numbers
+├── RateLimitExceeded         429  Retry-After; a limit of the tenant
 ├── AllReplicasSaturated      429  Retry-After
+├── AuthenticationUnavailable 503  Retry-After; the keys of tokens are not known now
 ├── NoEligibleReplica         503  Retry-After
 ├── CartridgeNotServed        503  Retry-After; the engine did not serve the virtual prefix
 ├── UpstreamUnavailable       502  Retry-After
@@ -20,7 +23,11 @@ RouterError
 ConfigurationError            not a request's fault: the process does not start
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
+
+from cartridge_proto.names import HEADER_CHALLENGE
 
 
 class ConfigurationError(Exception):
@@ -32,12 +39,16 @@ class ConfigurationError(Exception):
 
 
 class RouterError(Exception):
-    """Base of all errors answered to a client; `param` names the offending field."""
+    """Base of all errors answered to a client; `param` names the offending field.
+
+    `headers` go into the answer.
+    """
 
     status: ClassVar[int] = 500
     openai_type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
-    retry_after_s: ClassVar[int | None] = None
+    retry_after_s: int | None = None
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -51,6 +62,15 @@ class InvalidRequest(RouterError):
     status = 400
     openai_type = "invalid_request_error"
     code = "invalid_request"
+
+
+class InvalidApiKey(RouterError):
+    """The caller is nobody we know. The message never repeats what was sent."""
+
+    status = 401
+    openai_type = "invalid_request_error"
+    code = "invalid_api_key"
+    headers = MappingProxyType({HEADER_CHALLENGE: "Bearer"})
 
 
 class UnknownModel(RouterError):
@@ -110,7 +130,7 @@ class IncompatibleCartridge(RouterError):
 
 
 class RequestTooLarge(RouterError):
-    """The body is larger than the limit."""
+    """Larger than the limit for a body, or for a minute of the tenant: waiting does not help."""
 
     status = 413
     openai_type = "invalid_request_error"
@@ -125,6 +145,22 @@ class ContextTooLong(RouterError):
     code = "context_length_exceeded"
 
 
+class RateLimitExceeded(RouterError):
+    """The tenant is at one of its limits; `retry_after_s` says when there is room."""
+
+    status = 429
+    openai_type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    retry_after_s = 1
+
+    def __init__(
+        self, message: str, *, retry_after_s: int, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.headers = headers or {}
+
+
 class AllReplicasSaturated(RouterError):
     """Every replica that could serve is at its limit."""
 
@@ -132,6 +168,14 @@ class AllReplicasSaturated(RouterError):
     openai_type = "rate_limit_error"
     code = "all_replicas_saturated"
     retry_after_s = 1
+
+
+class AuthenticationUnavailable(RouterError):
+    """Whether a token is valid cannot be said before its issuer's keys are fetched."""
+
+    status = 503
+    code = "authentication_unavailable"
+    retry_after_s = 2
 
 
 class NoEligibleReplica(RouterError):

@@ -18,11 +18,16 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from cartridge_proto.names import (
+    HEADER_API_KEY,
+    HEADER_AUTHORIZATION,
     HEADER_DECISION,
+    HEADER_ENGINE_PRIORITY,
+    HEADER_ENGINE_RANK,
     HEADER_PREFIX,
     HEADER_REPLICA,
     HEADER_REQUEST_ID,
     HEADER_TIER,
+    HEADER_X_API_KEY,
 )
 from cartridge_proto.residency import FailureReason, ReceiptStatus, ReplicaId, Tier
 from cartridge_router.attempts import Attempts
@@ -55,7 +60,9 @@ _HOP_BY_HOP: Final = frozenset(
 )
 _OWN_REQUEST: Final = frozenset(
     # A compressed body was unpacked to be read, and goes on unpacked.
-    {"host", "content-length", "content-encoding", "expect", "authorization", HEADER_REQUEST_ID}
+    {"host", "content-length", "content-encoding", "expect", HEADER_REQUEST_ID}
+    | {HEADER_AUTHORIZATION, HEADER_X_API_KEY, HEADER_API_KEY}
+    | {HEADER_ENGINE_PRIORITY, HEADER_ENGINE_RANK}
 )
 _NOT_ADDED: Final = ("accept", "accept-encoding", "content-type", "user-agent")
 """Headers that the client library would make up; an engine sees them only from the client."""

@@ -4,6 +4,7 @@ Owns the fields the gateway knows. Refuses to know any other: they pass as bytes
 """
 
 import email
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,9 +18,15 @@ from cartridge_proto.names import (
     FIELD_CACHE_SALT,
     FIELD_CARTRIDGE_IDS,
     FIELD_CARTRIDGES,
+    FIELD_CHAT_TEMPLATE,
     FIELD_CHAT_TEMPLATE_KWARGS,
+    FIELD_EC_TRANSFER_PARAMS,
     FIELD_KV_HINTS,
     FIELD_KV_TRANSFER_PARAMS,
+    FIELD_PRIORITY,
+    FIELD_PROMPT,
+    FIELD_PROMPT_EMBEDS,
+    FIELD_REQUEST_ID,
     HEADER_CARTRIDGE_IDS,
     TEMPLATE_SWITCH,
 )
@@ -30,10 +37,19 @@ MAX_CARTRIDGES = 16
 MAX_CARTRIDGE_ID_CHARS = 257
 BYTES_PER_TOKEN = 4
 """Rough length of a token in a JSON body, for the prefill estimate."""
+MAX_ESTIMATE_TOKENS = 1 << 53
 
-_CLIENT_MUST_NOT_SEND = (FIELD_KV_TRANSFER_PARAMS, FIELD_CACHE_SALT, FIELD_KV_HINTS)
-
-
+_TAKEN_OUT = (
+    FIELD_KV_TRANSFER_PARAMS,
+    FIELD_EC_TRANSFER_PARAMS,
+    FIELD_CACHE_SALT,
+    FIELD_KV_HINTS,
+    FIELD_REQUEST_ID,
+    FIELD_PRIORITY,
+)
+"""Say how an engine works; without them it answers the same question."""
+_REFUSED = (FIELD_PROMPT_EMBEDS, FIELD_CHAT_TEMPLATE)
+"""Say what the model reads; without them it would answer another question."""
 _FORM = "multipart/form-data"
 
 
@@ -54,6 +70,10 @@ class _Fields(msgspec.Struct):
     prompt_logprobs: int | None = None
     echo: bool | None = None
     use_beam_search: bool | None = None
+    max_tokens: float | None = None
+    max_completion_tokens: float | None = None
+    max_output_tokens: float | None = None
+    n: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,12 +88,24 @@ class ParsedRequest:
     cartridge_ids: tuple[str, ...] | None
     num_live_tokens: int
     """Estimate from the body's size."""
+    num_output_tokens: int
+    """Longest answer that the request allows; 0 where it sets no limit."""
+
+    @property
+    def num_tokens(self) -> int:
+        """What the request may take of a tenant's minute, estimated."""
+        return self.num_live_tokens + self.num_output_tokens
 
 
 def parse_request(
-    route: Route, data: bytes, headers: Mapping[str, str], *, needs_body: bool = True
+    route: Route,
+    data: bytes,
+    headers: Mapping[str, str],
+    *,
+    is_trusted: bool = False,
+    needs_body: bool = True,
 ) -> ParsedRequest:
-    """Read the fields the gateway knows.
+    """Read the fields the gateway knows, and refuse those that this client may not send.
 
     Raises:
         InvalidRequest: naming the field and, for limits, the limit.
@@ -87,11 +119,14 @@ def parse_request(
             model=_form_field(data, content_type, "model"),
             cartridge_ids=None,
             num_live_tokens=0,
+            num_output_tokens=0,
         )
     try:
         body = JsonBody(data)
     except InvalidBody as error:
         raise InvalidRequest(f"the body is {error}") from error
+    if not is_trusted:
+        _refuse_own_reading(body)
     present = {
         name: body.members[name].value for name in _Fields.__struct_fields__ & body.members.keys()
     }
@@ -111,6 +146,7 @@ def parse_request(
         model=fields.model,
         cartridge_ids=cartridge_ids,
         num_live_tokens=len(data) // BYTES_PER_TOKEN,
+        num_output_tokens=_num_output_tokens(fields, body),
     )
 
 
@@ -122,6 +158,29 @@ def _form_field(data: bytes, content_type: str, name: str) -> str:
             value = part.get_payload(decode=True)
             return value.decode("utf-8", "replace").strip() if isinstance(value, bytes) else ""
     return ""
+
+
+def _refuse_own_reading(body: JsonBody) -> None:
+    for name in _REFUSED:
+        if name in body.members and body.members[name].value != b"null":
+            raise InvalidRequest(f"{name} is taken from trusted tenants only", param=name)
+
+
+def _num_output_tokens(fields: _Fields, body: JsonBody) -> int:
+    limits = (fields.max_tokens, fields.max_completion_tokens, fields.max_output_tokens)
+    longest = max((limit for limit in limits if limit is not None), default=0.0)
+    num_answers = max(1.0, fields.n or 1.0) * _num_prompts(body)
+    return math.ceil(min(max(0.0, longest * num_answers), MAX_ESTIMATE_TOKENS))
+
+
+def _num_prompts(body: JsonBody) -> int:
+    """How many prompts a completion has: a list of texts or of lists of token ids has many."""
+    prompt = body.members.get(FIELD_PROMPT)
+    if prompt is None or prompt.value[:1] != b"[":
+        return 1
+    parts = msgspec.json.decode(prompt.value, type=list[msgspec.Raw])
+    is_token_ids = not parts or bytes(parts[0])[:1] not in (b'"', b"[")
+    return 1 if is_token_ids else len(parts)
 
 
 def _cartridge_ids(field: list[str] | None, header: str | None) -> tuple[str, ...] | None:
@@ -173,7 +232,7 @@ def engine_body(
     """
     if isinstance(request.body, bytes):
         return request.body
-    remove = [FIELD_CARTRIDGE_IDS, *(() if is_trusted else _CLIENT_MUST_NOT_SEND)]
+    remove = [FIELD_CARTRIDGE_IDS, *(() if is_trusted else _TAKEN_OUT)]
     if message is None:
         return request.body.edited(remove=remove)
     add = {

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
+from urllib.parse import urlsplit
 
 import jsonschema
 import msgspec
@@ -29,6 +30,9 @@ from cartridge_router.errors import ConfigurationError
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 PositiveCount = Annotated[int, msgspec.Meta(gt=0)]
+TenantName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
+"""A scope of compositions. Helm's regular expressions have no look-ahead; a line break at the end,
+which `$` lets pass, is a problem of its own."""
 
 _REPLICA = re.compile(r"(?:(?P<name>[A-Za-z0-9._-]{1,128})=)?(?P<url>https?://[^\s/?#,]+)/?")
 _NOT_FROM_ENVIRONMENT = frozenset(
@@ -39,6 +43,13 @@ _NOT_FROM_ENVIRONMENT = frozenset(
     }
 )
 """Secrets, and what is read elsewhere."""
+
+
+_TEXTS = frozenset(
+    {"host", "redis_url", "store", "tenant", "policy"}
+    | {"keys_file", "jwks_url", "issuer", "audience", "tenant_claim"}
+)
+"""Settings that are texts, whatever a variable's value looks like."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,6 +133,49 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     """Of an answer that wait in memory for a client that does not read."""
 
 
+class LimitSettings(_Section, frozen=True, kw_only=True):
+    """What one tenant may ask of one gateway process; an absent limit is none."""
+
+    requests_per_minute: PositiveCount | None = None
+    tokens_per_minute: PositiveCount | None = None
+    """Counted when a request comes: prompt, estimated, and the longest answer it allows."""
+    requests_in_flight: PositiveCount | None = None
+
+
+class ListedTenant(_Section, frozen=True, kw_only=True):
+    """One tenant that is known by name."""
+
+    is_trusted: bool = False
+    """May send fields that are meant for the engine (docs/operating.md, "Tenants")."""
+    limits: LimitSettings | None = None
+    """Absent = `default_limits`."""
+
+
+class TenantSettings(_Section, frozen=True, kw_only=True):
+    """Who may come, by key or by token; with neither, everybody is the one tenant `tenant`."""
+
+    keys_file: str | None = None
+    """YAML file of tenants and of hashes of their keys; read again when it changes."""
+    refresh_s: PositiveSeconds = 2.0
+    """How often it is looked at."""
+    jwks_url: str | None = None
+    """Where the keys are that sign bearer tokens (JWT)."""
+    issuer: str | None = None
+    audience: str | None = None
+    tenant_claim: str = "tenant"
+    """Claim of a token that names its tenant."""
+    allow_unlisted: bool = False
+    """Let tokens name tenants that are listed nowhere; they get `default_limits`."""
+    default_limits: LimitSettings = LimitSettings()
+    listed: dict[TenantName, ListedTenant] = {}
+    """Tenants by name, beside those of the keys file."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests need a key or a token."""
+        return self.keys_file is not None or self.jwks_url is not None
+
+
 class Settings(_Section, frozen=True, kw_only=True):
     """The whole. `--replicas` alone makes an ordinary OpenAI proxy."""
 
@@ -132,10 +186,10 @@ class Settings(_Section, frozen=True, kw_only=True):
     redis_url: str | None = None
     store: str | None = None
     """Cartridge store: a folder, or a URL (docs/operating.md, "Stores")."""
-    tenant: str = "public"
-    """Tenant of all requests."""
+    tenant: TenantName = "public"
+    """Tenant of all requests where `tenants` asks for no keys."""
     trust_client_fields: bool = False
-    """Let clients send kv_transfer_params, cache_salt and kv_hints."""
+    """Let all clients send fields that are meant for the engine; for one tenant only."""
     max_body_bytes: PositiveCount = 64 << 20
     clients: ClientSettings = ClientSettings()
     forwarding: ForwardingSettings = ForwardingSettings()
@@ -143,6 +197,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     cartridges: CartridgeSettings = CartridgeSettings()
     residency: ResidencySettings = ResidencySettings()
     fleet: FleetSettings = FleetSettings()
+    tenants: TenantSettings = TenantSettings()
 
     def replica_urls(self) -> dict[ReplicaId, str]:
         """Name -> base URL without a trailing slash, in the order given."""
@@ -239,7 +294,47 @@ def _cross_checks(settings: Settings) -> list[str]:
         problems.append(f"store: {problem}")
     if settings.residency.fallback_after_s < settings.residency.stale_after_s:
         problems.append("residency.fallback_after_s: must not be below residency.stale_after_s")
+    return problems + _tenant_problems(settings)
+
+
+def _tenant_problems(settings: Settings) -> list[str]:
+    tenants = settings.tenants
+    names = (settings.tenant, *tenants.listed)
+    if any(name.endswith("\n") for name in names):
+        return ["tenant, tenants.listed: a name ends with a line break"]
+    if not tenants.is_on:
+        unused = tenants != TenantSettings()
+        text = "tenants: without keys_file or jwks_url nobody is asked who it is"
+        return [text] if unused else []
+    problems = []
+    if settings.trust_client_fields:
+        problems.append("trust_client_fields: with tenants.* each tenant has is_trusted of its own")
+    problems += [
+        f"tenants.{name}: goes with tenants.jwks_url, and that with it"
+        for name, value in (("issuer", tenants.issuer), ("audience", tenants.audience))
+        if (value is None) is not (tenants.jwks_url is None)
+    ]
+    if tenants.allow_unlisted and tenants.jwks_url is None:
+        problems.append("tenants.allow_unlisted: is for tokens, and tenants.jwks_url is not set")
+    if tenants.jwks_url is not None and not _is_private_fetch(tenants.jwks_url):
+        problems.append(
+            "tenants.jwks_url: must be https, or http to this machine, without an account"
+        )
     return problems
+
+
+def _is_private_fetch(url: str) -> bool:
+    """Whether nobody on the way can change what is fetched, and the URL may be printed."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        return False
+    if not host or "@" in parts.netloc:
+        return False
+    return parts.scheme == "https" or (
+        parts.scheme == "http" and host in {"127.0.0.1", "::1", "localhost"}
+    )
 
 
 def _read_file(file: Path) -> dict[str, Any]:
@@ -286,7 +381,7 @@ def _from_environment(environment: Mapping[str, str], problems: list[str]) -> di
 def _parse_text(leaf: str, text: str) -> Any:
     if leaf == "replicas":
         return [part.strip() for part in text.split(",") if part.strip()]
-    if leaf in {"host", "redis_url", "store", "tenant", "policy"}:
+    if leaf in _TEXTS:
         return text
     return yaml.safe_load(text)
 

@@ -30,7 +30,15 @@ SKIPPED = NEED_VLLM | {"cartridge_loadtest.locustfile", "cartridge_router.__main
 OTHERS = {
     "cartridge_engine_ext": ["grpc", "redis", "torch"],
     "cartridge_kernels": ["torch"],
-    "cartridge_router": ["aiohttp.web", "openai", "opentelemetry.trace", "redis.asyncio", "rich"],
+    "cartridge_router": [
+        "aiohttp.web",
+        "jwt",
+        "limits.aio",
+        "openai",
+        "opentelemetry.trace",
+        "redis.asyncio",
+        "rich",
+    ],
 }
 """Slow packages that are not ours: imported once, before each of our modules is tried."""
 

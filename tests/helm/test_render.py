@@ -390,9 +390,12 @@ def test_an_image_s_tag_is_the_app_version_by_default() -> None:
 
 def test_settings_are_copied_verbatim_and_a_change_restarts_the_gateway() -> None:
     """The ConfigMap holds `router.config`, and the pod's checksum follows it."""
-    config = {"placement": {"policy": "round_robin", "prefill_base_s": 2.5}, "tenant": "a: b # c\n"}
+    config = {
+        "placement": {"policy": "round_robin", "prefill_base_s": 2.5},
+        "tenants": {"keys_file": "a: b # c\n"},
+    }
     checksums = []
-    for changed in (config, {**config, "tenant": "other"}):
+    for changed in (config, {**config, "tenants": {"keys_file": "other"}}):
         objects = render(minimal(router__config=changed))
         config_map = only(objects, "ConfigMap")
         assert yaml.safe_load(config_map["data"]["config.yaml"]) == changed
@@ -455,6 +458,21 @@ def test_each_role_logs_in_to_redis_as_itself() -> None:
     assert names.index("POD_NAME") < names.index(ENV_REDIS_USERNAME)
     for workload in (only(render(minimal()), "Deployment"), only(render(minimal()), "StatefulSet")):
         assert ENV_REDIS_USERNAME not in env_of(workload)
+
+
+def test_the_gateway_reads_keys_from_a_secret() -> None:
+    """Mounted as a folder, so that a changed Secret is seen; without one there is nothing."""
+    gateway = only(render(minimal(router__keysSecret="api-keys")), "Deployment")
+    variable = env_of(gateway)["CARTRIDGE_ROUTER_TENANTS__KEYS_FILE"]
+    settings = load_settings(None, {variable["name"]: variable["value"]}, {})
+    assert settings.tenants.keys_file == "/etc/cartridge-keys/keys.yaml"
+    (mount,) = [m for m in container_of(gateway)["volumeMounts"] if m["name"] == "keys"]
+    assert mount == {"name": "keys", "mountPath": "/etc/cartridge-keys", "readOnly": True}
+    volumes = gateway["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "keys", "secret": {"secretName": "api-keys"}} in volumes
+    plain = only(render(minimal()), "Deployment")
+    assert "CARTRIDGE_ROUTER_TENANTS__KEYS_FILE" not in env_of(plain)
+    assert "keys" not in [v["name"] for v in plain["spec"]["template"]["spec"]["volumes"]]
 
 
 def test_engines_have_a_control_token() -> None:
@@ -527,6 +545,7 @@ def test_each_template_file_holds_one_kind() -> None:
         ({"redis__url": "http://redis"}, "/redis/url"),
         ({"redis__password": "x"}, "password"),
         ({"redis__passwordsSecret": "A b"}, "/redis/passwordsSecret"),
+        ({"router__keysSecret": "A b"}, "/router/keysSecret"),
         ({"store__volume": {}}, "/store/volume"),
         ({"store__url": "s3://bucket/store"}, "/store/volume"),
         ({"store__volume": {}, "store__url": "ftp://host"}, "/store/url"),

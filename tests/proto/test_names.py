@@ -27,9 +27,17 @@ def test_headers_are_lower_case_tokens() -> None:
 
 
 def test_cartridge_headers_share_the_prefix_that_the_gateway_strips() -> None:
-    """Every header but the request id starts with the common prefix."""
+    """Every header but those that others have named starts with the common prefix."""
     own = {value for name, value in CONSTANTS.items() if name.startswith("HEADER_")}
-    assert {value for value in own if not value.startswith(names.HEADER_PREFIX)} == {"x-request-id"}
+    assert {value for value in own if not value.startswith(names.HEADER_PREFIX)} == {
+        "api-key",
+        "authorization",
+        "www-authenticate",
+        "x-api-key",
+        "x-data-parallel-rank",
+        "x-request-id",
+        "x-vllm-priority",
+    }
 
 
 def test_metrics_are_prometheus_names_without_the_counter_suffix() -> None:

@@ -56,15 +56,23 @@ class Reply:
 
 
 class Gateway:
-    """Talks to one gateway."""
+    """Talks to one gateway; `headers` go with every request."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
+    ) -> None:
         self.session = session
         self.url = url
+        self.headers = headers or {}
 
-    async def get(self, path: str) -> Reply:
+    def as_caller(self, key: str) -> "Gateway":
+        """The same gateway, asked with a key."""
+        return Gateway(self.session, self.url, {"Authorization": f"Bearer {key}"})
+
+    async def get(self, path: str, headers: Mapping[str, str] | None = None) -> Reply:
         """A GET."""
-        async with self.session.get(self.url + path) as response:
+        sent = {**self.headers, **(headers or {})}
+        async with self.session.get(self.url + path, headers=sent) as response:
             return await self._read(response)
 
     async def post(
@@ -77,7 +85,7 @@ class Gateway:
         self, path: str, data: bytes, headers: Mapping[str, str] | None = None
     ) -> Reply:
         """A POST of raw bytes."""
-        sent = {"Content-Type": "application/json", **(headers or {})}
+        sent = {"Content-Type": "application/json", **self.headers, **(headers or {})}
         async with self.session.post(self.url + path, data=data, headers=sent) as response:
             return await self._read(response)
 

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from cartridge_proto.stores import LocalStore
 from cartridge_router.cli import run
+from cartridge_router.settings import ListedTenant, TenantSettings
+from cartridge_router.tenants import key_hash, read_keys_file
 from tests.router.stored_cartridges import digest_of, flip_a_bit, put_cartridge
 
 Capture = pytest.CaptureFixture[str]
@@ -252,3 +255,78 @@ def test_serve_runs_until_it_is_told_to_stop(store: LocalStore, number: signal.S
             assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()
+
+
+# --- tenants -------------------------------------------------------------------------------------
+def test_a_new_key_is_printed_once_with_its_entry(capsys: Capture) -> None:
+    """On stdout for scripts; the entry holds the hash and not the key."""
+    assert run(["tenants", "new-key", "acme", "--label", 'of "Ada"\nand Bob']) == 0
+    key, entry = capsys.readouterr().out.splitlines()
+    assert key not in entry
+    assert yaml.safe_load(entry) == [
+        {"sha256": key_hash(key), "tenant": "acme", "label": 'of "Ada"\nand Bob'}
+    ]
+
+
+def test_new_keys_are_put_into_a_file(tmp_path: Path, capsys: Capture) -> None:
+    """It is made, readable by its owner only, and keeps what people wrote into it."""
+    file, settings = tmp_path / "keys.yaml", TenantSettings()
+    assert run(["tenants", "new-key", "acme", "--file", str(file)]) == 0
+    first = capsys.readouterr().out.strip()
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.write_text("# ours\n" + file.read_text().rstrip("\n"))
+    file.chmod(0o640)
+    assert run(["tenants", "new-key", "acme", "--file", str(file)]) == 0
+    second = capsys.readouterr().out.strip()
+    assert [key.sha256 for key in read_keys_file(file, settings).keys] == [
+        key_hash(first),
+        key_hash(second),
+    ]
+    assert file.read_text().startswith("# ours\n")
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("text", ["", "tenants: {acme: {}}", "# nothing yet\n"])
+def test_a_file_without_keys_gets_its_first(tmp_path: Path, capsys: Capture, text: str) -> None:
+    """Whether it lists the tenant or not, which is said."""
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    assert run(["tenants", "new-key", "acme", "--file", str(file)]) == 0
+    said = capsys.readouterr()
+    assert ("not listed" in said.err) is ("acme" not in text)
+    settings = TenantSettings(listed={} if "acme" in text else {"acme": ListedTenant()})
+    assert len(read_keys_file(file, settings).keys) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["keys: []\n", "keys: []\ntenants:\n  acme: {}\n", "keys: [", "[1]", "other: 1"]
+)
+def test_a_file_that_cannot_be_appended_to_stays_as_it_is(
+    tmp_path: Path, capsys: Capture, text: str
+) -> None:
+    """The command fails, and gives out no key that nobody would know."""
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    assert run(["tenants", "new-key", "acme", "--file", str(file)]) == 2
+    said = capsys.readouterr()
+    assert (said.out, file.read_text()) == ("", text)
+    assert said.err.startswith(f"error: {file}: ")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_key_is_for_a_name_that_a_tenant_can_have(capsys: Capture) -> None:
+    """Others are an error, before a key is made."""
+    assert run(["tenants", "new-key", "a b"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "error: 'a b': not a name that a tenant can have\n")
+
+
+def test_config_check_reads_the_keys_file(tmp_path: Path, capsys: Capture) -> None:
+    """Its problems are problems of the settings."""
+    keys, file = tmp_path / "keys.yaml", tmp_path / "settings.yaml"
+    file.write_text(f"tenants: {{keys_file: {keys}}}\n")
+    assert run(["config", "check", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: {keys}: No such file or directory\n"
+    keys.write_text("tenants: {acme: {}}\n")
+    assert run(["config", "check", str(file)]) == 0

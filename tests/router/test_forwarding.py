@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,11 +18,12 @@ from cartridge_proto.composition import cache_salt, decode_message
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.stores import LocalStore
-from cartridge_router.settings import FleetSettings, ForwardingSettings
+from cartridge_router.settings import FleetSettings, ForwardingSettings, TenantSettings
 from tests.loadtest.cartridge_requests import chat_body, until
 from tests.loadtest.replica_client import StartReplica, mark_of, quick_settings
 from tests.router.fleets import start_fleet, start_replicas
 from tests.router.gateway_client import CHAT, TEXT, StartGateway, quick_gateway
+from tests.router.keys_files import ACME_KEY, BETA_KEY, write_keys
 from tests.router.stored_cartridges import digest_of, flip_a_bit, put_cartridge
 from tests.router.stub_engine import StartStub, answer_ok, never_answer
 
@@ -81,21 +83,57 @@ async def test_engine_internal_fields_of_a_client_are_taken_out(
     gateway = await start_gateway(quick_gateway(stub.url))
     body = (
         b'{"cache_salt":"stolen", "model":"sample" ,"kv_transfer_params": {"cartridges":{}},'
-        b' "messages":[], "kv_hints":[1],"cartridge_ids":[] }'
+        b' "request_id":"twice", "messages":[], "kv_hints":[1],"cartridge_ids":[], "priority": -1,'
+        b'"ec_transfer_params":{}, "\\u0063ache_salt2": 1 , "vllm_xargs":{"a":1} }'
     )
     await gateway.post_bytes(CHAT, body)
-    assert stub.bodies == [b'{ "model":"sample", "messages":[] }']
+    assert stub.bodies == [
+        b'{ "model":"sample", "messages":[], "\\u0063ache_salt2": 1 , "vllm_xargs":{"a":1} }'
+    ]
+
+
+@pytest.mark.parametrize("field", ["prompt_embeds", "chat_template"])
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/tokenize"])
+async def test_what_the_model_reads_is_not_changed_in_silence(
+    start_stub: StartStub, start_gateway: StartGateway, path: str, field: str
+) -> None:
+    """Fields that replace the prompt are refused by name; `null` says nothing."""
+    stub = await start_stub(answer_ok)
+    gateway = await start_gateway(quick_gateway(stub.url))
+    reply = await gateway.post(path, {"model": "sample", field: "x"})
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert stub.bodies == []
+    assert (await gateway.post(path, {"model": "sample", field: None})).status == 200
 
 
 async def test_a_trusted_client_keeps_its_engine_fields(
     start_stub: StartStub, start_gateway: StartGateway
 ) -> None:
-    """With `trust_client_fields` only `cartridge_ids` is taken out."""
+    """With `trust_client_fields` only `cartridge_ids` is taken out, and nothing is refused."""
     stub = await start_stub(answer_ok)
     gateway = await start_gateway(quick_gateway(stub.url, trust_client_fields=True))
-    body = b'{"model":"sample","cache_salt":"mine","cartridge_ids":[]}'
-    await gateway.post_bytes(CHAT, body)
-    assert stub.bodies == [b'{"model":"sample","cache_salt":"mine"}']
+    kept = b'{"model":"sample","cache_salt":"mine","priority":1,"chat_template":"x"'
+    await gateway.post_bytes(CHAT, kept + b',"cartridge_ids":[]}')
+    assert stub.bodies == [kept + b"}"]
+
+
+async def test_trust_is_each_tenant_s_own(
+    start_stub: StartStub, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    """One may send engine fields, and another's are taken out or refused."""
+    stub = await start_stub(answer_ok)
+    file = write_keys(tmp_path / "keys.yaml", {"acme": {"is_trusted": True}, "beta": {}})
+    gateway = await start_gateway(quick_gateway(stub.url, tenants=TenantSettings(keys_file=file)))
+    salted = b'{"model":"sample","cache_salt":"mine"}'
+    for key in (ACME_KEY, BETA_KEY):
+        assert (await gateway.as_caller(key).post_bytes(CHAT, salted)).status == 200
+    assert stub.bodies == [salted, b'{"model":"sample"}']
+    statuses = [
+        (await gateway.as_caller(key).post(path, {"model": "sample", "chat_template": "x"})).status
+        for key in (ACME_KEY, BETA_KEY)
+        for path in (CHAT, "/v1/cartridges/explain")
+    ]
+    assert statuses == [200, 200, 400, 400]
 
 
 async def test_a_cartridge_request_changes_only_what_the_gateway_owns(
@@ -175,6 +213,8 @@ async def test_request_headers_are_filtered(
         "Authorization": "Bearer secret",
         "X-Cartridge-Policy": "round_robin",
         "X-Request-Id": "from-the-client",
+        "X-Vllm-Priority": "-1",
+        "X-Data-Parallel-Rank": "1",
         "Connection": "keep-alive, X-Hop",
         "X-Hop": "1",
         "TE": "trailers",
@@ -183,7 +223,8 @@ async def test_request_headers_are_filtered(
     reply = await gateway.post_bytes(CHAT, ODD_BODY, sent)
     got = stub.requests[0].headers
     assert (got["traceparent"], got["x-session-id"]) == (sent["Traceparent"], "s-1")
-    for name in ("authorization", "x-cartridge-policy", "x-hop", "te", "proxy-authorization"):
+    dropped = ["authorization", "x-cartridge-policy", "x-hop", "te", "proxy-authorization"]
+    for name in [*dropped, "x-vllm-priority", "x-data-parallel-rank"]:
         assert name not in got
     assert got["x-request-id"] == reply.headers["x-cartridge-request-id"] != "from-the-client"
     assert got["host"] == stub.url.removeprefix("http://")

@@ -233,6 +233,51 @@ def test_the_schema_is_valid_and_closed() -> None:
     assert all(section["additionalProperties"] is False for section in sections)
 
 
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ({"tenants": {"tenant_claim": "sub"}}, "tenants: without keys_file or jwks_url"),
+        ({"tenants": {"listed": {"acme": {}}}}, "tenants: without keys_file or jwks_url"),
+        (
+            {"tenants": {"keys_file": "f"}, "trust_client_fields": True},
+            "trust_client_fields: with tenants.* each tenant has is_trusted",
+        ),
+        ({"tenants": {"keys_file": "f", "issuer": "i"}}, "tenants.issuer: goes with"),
+        ({"tenants": {"keys_file": "f", "allow_unlisted": True}}, "tenants.allow_unlisted: is for"),
+        ({"tenants": {"keys_file": "f", "listed": {"a b": {}}}}, "tenants.listed: 'a b'"),
+        ({"tenant": "a b"}, "tenant: 'a b'"),
+        ({"tenant": "a\n"}, "tenant, tenants.listed: a name ends with a line break"),
+        ({"tenants": {"jwks_url": "https://h", "issuer": "i"}}, "tenants.audience: goes with"),
+        *(
+            ({"tenants": {"jwks_url": url, "issuer": "i", "audience": "a"}}, "tenants.jwks_url: ")
+            for url in ("http://h/x", "h", "https://", "ftp://h", "https://u:pw@h", "https://[")
+        ),
+    ],
+)
+def test_settings_of_tenants_that_do_not_go_together_are_named(
+    flags: dict[str, Any], part: str
+) -> None:
+    """Nothing of them is left unused in silence, and no account is repeated."""
+    (problem,) = problems_of(flags=flags)
+    assert problem.startswith(part)
+    assert "pw" not in problem
+
+
+def test_tenants_may_come_from_the_environment() -> None:
+    """Texts are texts."""
+    environment = {
+        "CARTRIDGE_ROUTER_TENANTS__KEYS_FILE": "1",
+        "CARTRIDGE_ROUTER_TENANTS__JWKS_URL": "http://localhost:1/jwks",
+        "CARTRIDGE_ROUTER_TENANTS__ISSUER": "2",
+        "CARTRIDGE_ROUTER_TENANTS__AUDIENCE": "3",
+        "CARTRIDGE_ROUTER_TENANTS__DEFAULT_LIMITS__TOKENS_PER_MINUTE": "4",
+    }
+    tenants = load_settings(None, environment, {}).tenants
+    assert (tenants.keys_file, tenants.issuer, tenants.audience) == ("1", "2", "3")
+    assert tenants.default_limits.tokens_per_minute == 4
+    assert tenants.is_on
+
+
 def test_the_residency_key_comes_from_its_own_variable() -> None:
     """A secret has no place in a settings file; an empty one is none."""
     variable = "CARTRIDGE_ROUTER_RESIDENCY_KEY"
