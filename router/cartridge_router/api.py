@@ -280,7 +280,7 @@ class Api:
         """Models of all healthy replicas, each once."""
         return json_response({"object": "list", "data": self._models()})
 
-    async def model(self, request: web.Request) -> web.Response:
+    async def model(self, request: web.Request, tenant: Tenant) -> web.Response:
         """One of them."""
         name = request.match_info["model"]
         found = next((entry for entry in self._models() if entry["id"] == name), None)

@@ -35,7 +35,7 @@ async def test_what_names_a_model_reaches_a_replica_of_it(
     """Byte for byte, with its path and query."""
     stub = await start_stub(answer_ok)
     gateway = await start_gateway(quick_gateway(stub.url))
-    body = b'{ "model" :"sample", "input": "caf\\u00e9", "n": 1e400}'
+    body = b'{ "model" :"sample", "input": "caf\\u00e9", "x": 1e400}'
     assert (await gateway.post_bytes(path, body)).status == 200
     assert (stub.bodies, stub.requests[0].path_qs) == ([body], path)
     other = await gateway.post(path, {"model": "unheard-of"})
