@@ -155,6 +155,7 @@ METRIC_MISPREDICTIONS: Final = "cartridge_router_tier_mispredictions"
 METRIC_UPSTREAM_RETRIES: Final = "cartridge_router_upstream_retries"
 METRIC_REFUSED_CONNECTIONS: Final = "cartridge_router_refused_connections"
 METRIC_CONNECTIONS: Final = "cartridge_router_connections"
+METRIC_RELOAD_FAILURES: Final = "cartridge_router_reload_failures"
 METRIC_EJECTIONS: Final = "cartridge_router_ejections"
 METRIC_BROKEN_ANSWERS: Final = "cartridge_router_broken_answers"
 

@@ -32,6 +32,7 @@ from cartridge_router.settings import Settings
 from cartridge_router.signing_keys import SigningKeys
 from cartridge_router.telemetry import Metrics
 from cartridge_router.tenants import Tenants
+from cartridge_router.tls import EngineLogin, Renewed, ServerTls
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +72,17 @@ ENGINE_KEEPALIVE_S = 3.0
 @contextlib.asynccontextmanager
 async def running_services(settings: Settings, key: bytes | None) -> AsyncIterator[Services]:
     """Everything that runs beside the HTTP server, for as long as the block does."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S)
+    login = EngineLogin(settings.engines)
+    connector = aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S, ssl=login.context
+    )
     async with aiohttp.ClientSession(
         connector=connector,
         auto_decompress=False,
         read_bufsize=UPSTREAM_BUFFER_BYTES,
         trace_configs=[reuse_trace()],
     ) as session:
-        services, jobs = _construct(settings, key, session)
+        services, jobs = _construct(settings, key, session, login)
         await services.tenants.read_first()
         await services.catalog.read_first()
         with contextlib.suppress(TimeoutError):
@@ -95,7 +99,7 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
 
 
 def _construct(
-    settings: Settings, key: bytes | None, session: aiohttp.ClientSession
+    settings: Settings, key: bytes | None, session: aiohttp.ClientSession, login: EngineLogin
 ) -> tuple[Services, list[Job]]:
     metrics = Metrics()
     receipts = ReceiptBook()
@@ -116,6 +120,7 @@ def _construct(
     fleet = Fleet(
         settings.replica_urls(),
         session=session,
+        login=login,
         probe_interval_s=settings.fleet.probe_interval_s,
         probe_timeout_s=settings.fleet.probe_timeout_s,
         num_failures=settings.fleet.num_failures,
@@ -157,6 +162,7 @@ def _construct(
         ),
         forwarder=Forwarder(
             session=session,
+            login=login,
             fleet=fleet,
             receipts=receipts,
             settings=settings.forwarding,
@@ -180,6 +186,9 @@ def _construct(
         receipts.note(receipt)
 
     jobs: list[Job] = [fleet.watch, catalog.run]
+    if login.files:
+        failed = metrics.reload_failures.labels("engines")
+        jobs.append(Renewed("engines", login.files, login.renew, failed.inc).run)
     if settings.redis_url is not None:
         reader = RedisReader(url=settings.redis_url, residency=residency, on_receipt=on_receipt)
         jobs.append(reader.run)
@@ -218,6 +227,7 @@ async def running_gateway(settings: Settings, key: bytes | None) -> AsyncIterato
             write_buffer_bytes=clients.write_buffer_bytes,
             on_refused=lambda reason: services.metrics.refused_connections.labels(reason).inc(),
         )
+        tls = ServerTls(settings.tls) if settings.tls.cert_file is not None else None
         services.metrics.connections.set_function(lambda: doors.num_open)
         runner = web.AppRunner(
             make_app(services, doors),
@@ -231,12 +241,24 @@ async def running_gateway(settings: Settings, key: bytes | None) -> AsyncIterato
         assert runner.server is not None  # noqa: S101 - there after `setup`
         try:
             listener = await asyncio.get_running_loop().create_server(
-                doors.before(runner.server), settings.host, settings.port, backlog=BACKLOG
+                doors.before(runner.server),
+                settings.host,
+                settings.port,
+                backlog=BACKLOG,
+                ssl=None if tls is None else tls.context,
+                ssl_handshake_timeout=None if tls is None else clients.head_timeout_s,
             )
+            renewal = None
+            if tls is not None:
+                failed = services.metrics.reload_failures.labels("tls")
+                renewed = Renewed("tls", tls.files, tls.renew, failed.inc)
+                renewal = asyncio.create_task(kept_running(renewed.run))
             try:
                 port = listener.sockets[0].getsockname()[1]
-                yield f"http://{settings.host}:{port}"
+                yield f"{'http' if tls is None else 'https'}://{settings.host}:{port}"
             finally:
                 listener.close()
+                if renewal is not None:
+                    renewal.cancel()
         finally:
             await runner.cleanup()

@@ -19,6 +19,7 @@ import msgspec
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_KV_TRANSFER_PARAMS
 from cartridge_proto.residency import ReplicaId
 from cartridge_router.outliers import Outliers
+from cartridge_router.tls import EngineLogin
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Fleet:
         urls: Mapping[ReplicaId, str],
         *,
         session: aiohttp.ClientSession,
+        login: EngineLogin,
         probe_interval_s: float,
         probe_timeout_s: float,
         num_failures: int,
@@ -107,6 +109,7 @@ class Fleet:
         for name in self._replicas:
             outliers.add(name)
         self._session = session
+        self._login = login
         self._probe_interval_s = probe_interval_s
         self._timeout = aiohttp.ClientTimeout(total=probe_timeout_s)
         self._num_failures = num_failures
@@ -177,11 +180,18 @@ class Fleet:
             replica.has_extension = await self._find_extension(replica)
 
     async def _ask(self, replica: Replica) -> dict[str, ServedModel]:
-        async with self._session.get(f"{replica.url}/health", timeout=self._timeout) as answer:
+        async with self._get(replica, "/health") as answer:
             answer.raise_for_status()
-        async with self._session.get(f"{replica.url}/v1/models", timeout=self._timeout) as answer:
+        async with self._get(replica, "/v1/models") as answer:
             answer.raise_for_status()
             return _served(msgspec.json.decode(await answer.read(), type=_ModelList).data)
+
+    def _get(
+        self, replica: Replica, path: str
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.get(
+            replica.url + path, timeout=self._timeout, headers=self._login.headers
+        )
 
     async def _find_extension(self, replica: Replica) -> bool | None:
         """Tell an engine with the extension from a stock one, which ignores Cartridges silently.
@@ -207,7 +217,10 @@ class Fleet:
     async def _status_of(self, replica: Replica, question: Mapping[str, Any]) -> int:
         timeout = aiohttp.ClientTimeout(total=EXTENSION_TIMEOUT_S)
         async with self._session.post(
-            f"{replica.url}/v1/completions", json=question, timeout=timeout
+            f"{replica.url}/v1/completions",
+            json=question,
+            timeout=timeout,
+            headers=self._login.headers,
         ) as answer:
             await answer.read()
             return answer.status

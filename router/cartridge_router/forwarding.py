@@ -46,6 +46,7 @@ from cartridge_router.receipts import ReceiptBook
 from cartridge_router.retry_budget import RetryBudget
 from cartridge_router.settings import ForwardingSettings
 from cartridge_router.telemetry import Metrics
+from cartridge_router.tls import EngineLogin
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +172,7 @@ class Forwarder:
         self,
         *,
         session: aiohttp.ClientSession,
+        login: EngineLogin,
         fleet: Fleet,
         receipts: ReceiptBook,
         settings: ForwardingSettings,
@@ -178,6 +180,7 @@ class Forwarder:
         receipt_wait_s: float,
     ) -> None:
         self._session = session
+        self._login = login
         self._fleet = fleet
         self._receipts = receipts
         self._settings = settings
@@ -258,12 +261,14 @@ class Forwarder:
     async def _send_once(
         self, request: web.Request, outgoing: Outgoing, replica: ReplicaId, leg: "_Leg"
     ) -> aiohttp.ClientResponse:
+        headers = _request_headers(request.headers, outgoing.request_id)
+        headers.update(self._login.headers)
         async with asyncio.timeout(self._settings.first_byte_timeout_s):
             return await self._session.request(
                 request.method,
                 self._fleet.url(replica) + outgoing.path,
                 data=outgoing.body or None,
-                headers=_request_headers(request.headers, outgoing.request_id),
+                headers=headers,
                 skip_auto_headers=_NOT_ADDED,
                 timeout=self._timeout,
                 allow_redirects=False,

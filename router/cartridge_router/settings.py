@@ -176,6 +176,27 @@ class TenantSettings(_Section, frozen=True, kw_only=True):
         return self.keys_file is not None or self.jwks_url is not None
 
 
+class TlsSettings(_Section, frozen=True, kw_only=True):
+    """What clients connect to; without `cert_file` plain HTTP."""
+
+    cert_file: str | None = None
+    """PEM: the certificate and those between it and the root."""
+    key_file: str | None = None
+    client_ca_file: str | None = None
+    """Clients must then show a certificate of this authority."""
+
+
+class EngineSettings(_Section, frozen=True, kw_only=True):
+    """How the gateway shows itself to engines, and believes them."""
+
+    ca_file: str | None = None
+    """Authority of the engines' certificates, beside the system's."""
+    cert_file: str | None = None
+    key_file: str | None = None
+    api_key_file: str | None = None
+    """Key that engines were started with (`--api-key`)."""
+
+
 class Settings(_Section, frozen=True, kw_only=True):
     """The whole. `--replicas` alone makes an ordinary OpenAI proxy."""
 
@@ -192,6 +213,8 @@ class Settings(_Section, frozen=True, kw_only=True):
     """Let all clients send fields that are meant for the engine; for one tenant only."""
     max_body_bytes: PositiveCount = 64 << 20
     clients: ClientSettings = ClientSettings()
+    tls: TlsSettings = TlsSettings()
+    engines: EngineSettings = EngineSettings()
     forwarding: ForwardingSettings = ForwardingSettings()
     placement: PlacementSettings = PlacementSettings()
     cartridges: CartridgeSettings = CartridgeSettings()
@@ -292,6 +315,11 @@ def _cross_checks(settings: Settings) -> list[str]:
         )
     if settings.store is not None and (problem := store_problem(settings.store)) is not None:
         problems.append(f"store: {problem}")
+    for section, part in (("tls", settings.tls), ("engines", settings.engines)):
+        if part.key_file is not None and part.cert_file is None:
+            problems.append(f"{section}.key_file: goes with {section}.cert_file")
+    if settings.tls.client_ca_file is not None and settings.tls.cert_file is None:
+        problems.append("tls.client_ca_file: goes with tls.cert_file")
     if settings.residency.fallback_after_s < settings.residency.stale_after_s:
         problems.append("residency.fallback_after_s: must not be below residency.stale_after_s")
     return problems + _tenant_problems(settings)

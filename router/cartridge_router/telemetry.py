@@ -71,6 +71,12 @@ class Metrics:
         self.connections = Gauge(
             names.METRIC_CONNECTIONS, "Connections of clients that are open.", registry=registry
         )
+        self.reload_failures = Counter(
+            names.METRIC_RELOAD_FAILURES,
+            "Changed files that were not taken; what they replace goes on.",
+            ["what"],
+            registry=registry,
+        )
         self.ejections = Counter(
             names.METRIC_EJECTIONS,
             "Times that a replica was left alone for a while after failures in a row.",

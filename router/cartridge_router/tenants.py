@@ -93,7 +93,7 @@ class Tenants:
         file = settings.tenants.keys_file
         self._file = None if file is None else Path(file)
         self._known = _known(self._settings, KeysFile())
-        self._seen: tuple[int, ...] | None = None
+        self._watch = FileWatch([] if self._file is None else [self._file])
 
     def authorise(self, headers: Mapping[str, str]) -> Tenant:
         """The tenant of a request. Costs a hash, or for a token a signature's check.
@@ -152,7 +152,6 @@ class Tenants:
             ConfigurationError: with every problem of it.
         """
         if self._file is not None:
-            self._seen = await asyncio.to_thread(_state_of, self._file)
             self._known = await asyncio.to_thread(_read_known, self._settings, self._file)
         if self._signing_keys is not None:
             await self._signing_keys.fetch()
@@ -161,11 +160,9 @@ class Tenants:
         """Read the file again whenever it changes, until cancelled; a bad one is left alone."""
         while self._file is not None:
             await asyncio.sleep(self._settings.refresh_s)
-            state = await asyncio.to_thread(_state_of, self._file)
-            if state == self._seen:
-                continue
             # Noted before it is read: what is written while it is read shows at the next look.
-            self._seen = state
+            if not await asyncio.to_thread(self._watch.has_changed):
+                continue
             try:
                 self._known = await asyncio.to_thread(_read_known, self._settings, self._file)
             except ConfigurationError as error:
@@ -298,15 +295,6 @@ def _known(settings: TenantSettings, content: KeysFile) -> _Known:
 
 def _read_known(settings: TenantSettings, file: Path) -> _Known:
     return _known(settings, read_keys_file(file, settings))
-
-
-def _state_of(file: Path) -> tuple[int, ...] | None:
-    """What tells one content of a file from another without reading it; `None` without a file."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _sent_key(headers: Mapping[str, str]) -> str:

@@ -14,6 +14,8 @@ from cartridge_loadtest.faults import Faults
 from cartridge_proto.residency import ReplicaId
 from cartridge_proto.stores import LocalStore
 from cartridge_router.fleet import Fleet, Replica, ServedModel
+from cartridge_router.settings import EngineSettings
+from cartridge_router.tls import EngineLogin
 from tests.loadtest.cartridge_requests import until
 from tests.loadtest.replica_client import MODEL, StartReplica, quick_settings
 from tests.router.fleets import no_outliers
@@ -32,6 +34,7 @@ def fleet_of(session: aiohttp.ClientSession, url: str, *, must_probe: bool = Fal
         probe_timeout_s=0.5,
         num_failures=3,
         outliers=no_outliers(),
+        login=EngineLogin(EngineSettings()),
         must_probe_extension=lambda replica: must_probe,
     )
 

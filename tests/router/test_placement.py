@@ -28,7 +28,8 @@ from cartridge_router.placement import Placer
 from cartridge_router.request import Route, parse_request
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import SelectedBy, Selection
-from cartridge_router.settings import PlacementSettings, ResidencySettings
+from cartridge_router.settings import EngineSettings, PlacementSettings, ResidencySettings
+from cartridge_router.tls import EngineLogin
 from tests.loadtest.replica_client import Client, StartReplica, quick_settings
 from tests.proto.sample_artifact import engine_of
 from tests.router.fleets import named, no_outliers, start_fleet, start_replicas
@@ -133,6 +134,7 @@ def place_on_one(
         probe_timeout_s=1.0,
         num_failures=1,
         outliers=no_outliers(),
+        login=EngineLogin(EngineSettings()),
     )
     for entry in fleet.replicas:
         entry.is_healthy = entry.has_extension = True
@@ -358,6 +360,7 @@ async def test_a_prefix_whole_in_hbm_is_known_by_its_composition(
         probe_timeout_s=1.0,
         num_failures=1,
         outliers=no_outliers(),
+        login=EngineLogin(EngineSettings()),
     )
     residency = ResidencyMap(key=None, stale_after_s=60.0, fallback_after_s=60.0)
     selections = [
