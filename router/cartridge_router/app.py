@@ -72,10 +72,8 @@ ENGINE_KEEPALIVE_S = 3.0
 @contextlib.asynccontextmanager
 async def running_services(settings: Settings, key: bytes | None) -> AsyncIterator[Services]:
     """Everything that runs beside the HTTP server, for as long as the block does."""
-    login = EngineLogin(settings.engines)
-    connector = aiohttp.TCPConnector(
-        limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S, ssl=login.context
-    )
+    login = await asyncio.to_thread(EngineLogin, settings.engines)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S)
     async with aiohttp.ClientSession(
         connector=connector,
         auto_decompress=False,
@@ -188,7 +186,8 @@ def _construct(
     jobs: list[Job] = [fleet.watch, catalog.run]
     if login.files:
         failed = metrics.reload_failures.labels("engines")
-        jobs.append(Renewed("engines", login.files, login.renew, failed.inc).run)
+        renewed = Renewed("engines", login.files, login.renew, failed.inc)
+        jobs.append(renewed.run)
     if settings.redis_url is not None:
         reader = RedisReader(url=settings.redis_url, residency=residency, on_receipt=on_receipt)
         jobs.append(reader.run)
@@ -227,7 +226,9 @@ async def running_gateway(settings: Settings, key: bytes | None) -> AsyncIterato
             write_buffer_bytes=clients.write_buffer_bytes,
             on_refused=lambda reason: services.metrics.refused_connections.labels(reason).inc(),
         )
-        tls = ServerTls(settings.tls) if settings.tls.cert_file is not None else None
+        tls = None
+        if settings.tls.cert_file is not None:
+            tls = await asyncio.to_thread(ServerTls, settings.tls)
         services.metrics.connections.set_function(lambda: doors.num_open)
         runner = web.AppRunner(
             make_app(services, doors),

@@ -190,7 +190,10 @@ class Fleet:
         self, replica: Replica, path: str
     ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._session.get(
-            replica.url + path, timeout=self._timeout, headers=self._login.headers
+            replica.url + path,
+            timeout=self._timeout,
+            headers=self._login.headers,
+            ssl=self._login.context,
         )
 
     async def _find_extension(self, replica: Replica) -> bool | None:
@@ -221,6 +224,7 @@ class Fleet:
             json=question,
             timeout=timeout,
             headers=self._login.headers,
+            ssl=self._login.context,
         ) as answer:
             await answer.read()
             return answer.status

@@ -272,6 +272,7 @@ class Forwarder:
                 skip_auto_headers=_NOT_ADDED,
                 timeout=self._timeout,
                 allow_redirects=False,
+                ssl=self._login.context,
                 trace_request_ctx=leg,
             )
 

@@ -8,7 +8,6 @@ Source: RFC 7517 (JWK Set), RFC 8725 (which algorithms a verifier takes).
 
 import asyncio
 import contextlib
-import ssl
 import logging
 import time
 from collections.abc import Callable
@@ -60,8 +59,6 @@ class SigningKeys:
     ) -> None:
         self._url = url
         self._session = session
-        # What the session shows to engines, and believes of them, is not for the issuer.
-        self._tls = ssl.create_default_context()
         self._refresh_s = refresh_s
         self._pause_s = pause_s
         self._clock = clock
@@ -114,9 +111,7 @@ class SigningKeys:
     async def _read(self) -> bytes:
         # The session unpacks nothing, and a redirect could lead anywhere.
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        async with self._session.get(
-            self._url, headers=headers, allow_redirects=False, ssl=self._tls
-        ) as answer:
+        async with self._session.get(self._url, headers=headers, allow_redirects=False) as answer:
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}")
             data = b""

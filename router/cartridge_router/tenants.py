@@ -31,6 +31,7 @@ from cartridge_proto.names import HEADER_API_KEY, HEADER_AUTHORIZATION, HEADER_X
 from cartridge_router.errors import ConfigurationError, InvalidApiKey
 from cartridge_router.settings import LimitSettings, ListedTenant, Settings, TenantSettings
 from cartridge_router.signing_keys import ALGORITHMS, SigningKeys
+from cartridge_router.watching import FileWatch
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Tenants:
         file = settings.tenants.keys_file
         self._file = None if file is None else Path(file)
         self._known = _known(self._settings, KeysFile())
-        self._watch = FileWatch([] if self._file is None else [self._file])
+        self._watch: FileWatch | None = None
 
     def authorise(self, headers: Mapping[str, str]) -> Tenant:
         """The tenant of a request. Costs a hash, or for a token a signature's check.
@@ -152,13 +153,14 @@ class Tenants:
             ConfigurationError: with every problem of it.
         """
         if self._file is not None:
+            self._watch = await asyncio.to_thread(FileWatch, [self._file])
             self._known = await asyncio.to_thread(_read_known, self._settings, self._file)
         if self._signing_keys is not None:
             await self._signing_keys.fetch()
 
     async def run(self) -> None:
         """Read the file again whenever it changes, until cancelled; a bad one is left alone."""
-        while self._file is not None:
+        while self._file is not None and self._watch is not None:
             await asyncio.sleep(self._settings.refresh_s)
             # Noted before it is read: what is written while it is read shows at the next look.
             if not await asyncio.to_thread(self._watch.has_changed):

@@ -38,20 +38,20 @@ class Renewed:
         on_failure: Callable[[], None],
     ) -> None:
         self._what = what
-        self._watch = FileWatch(files)
+        self._files = files
         self._renew = renew
         self._on_failure = on_failure
 
     async def run(self) -> None:
         """Look at the files until cancelled."""
+        watch = await asyncio.to_thread(FileWatch, self._files)
         while True:
             await asyncio.sleep(REFRESH_S)
-            self.look()
+            if await asyncio.to_thread(watch.has_changed):
+                await asyncio.to_thread(self._take)
 
-    def look(self) -> None:
-        """Take the files if they have changed; what cannot be taken stays as it was."""
-        if not self._watch.has_changed():
-            return
+    def _take(self) -> None:
+        """Take the files as they are now; what cannot be taken stays as it was."""
         try:
             self._renew()
         except ConfigurationError as error:
@@ -71,8 +71,9 @@ class ServerTls:
     def __init__(self, settings: TlsSettings) -> None:
         self._settings = settings
         self._present = self._read()
-        # The listener keeps the context that it was given; each handshake takes the present one.
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # The listener keeps the context that it was given; each handshake takes certificates and
+        # authorities of the present one. What OpenSSL does not take from there is set on both.
+        self.context = self._read()
         self.context.sni_callback = self._choose
 
     @property
@@ -114,10 +115,7 @@ class EngineLogin:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self.context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.headers: dict[str, str] = {}
-        self.renew()
+        self.context, self.headers = self._read()
 
     @property
     def files(self) -> list[Path]:
@@ -130,18 +128,22 @@ class EngineLogin:
     def renew(self) -> None:
         """Read the files for connections and requests to come.
 
-        An authority that was believed stays so until the gateway is started anew.
-
         Raises:
-            ConfigurationError: as when it was made.
+            ConfigurationError: as when it was made; then nothing has changed.
         """
-        settings = self._settings
+        self.context, self.headers = self._read()
+
+    def _read(self) -> tuple[ssl.SSLContext, dict[str, str]]:
+        settings, headers = self._settings, {}
+        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
         if settings.ca_file is not None:
-            _load_authorities(self.context, "engines.ca_file", settings.ca_file)
+            _load_authorities(context, "engines.ca_file", settings.ca_file)
         if settings.cert_file is not None:
-            _load_certificate(self.context, "engines", settings.cert_file, settings.key_file)
+            _load_certificate(context, "engines", settings.cert_file, settings.key_file)
         if settings.api_key_file is not None:
-            self.headers = {"Authorization": f"Bearer {_read_key(Path(settings.api_key_file))}"}
+            headers["Authorization"] = f"Bearer {_read_key(Path(settings.api_key_file))}"
+        return context, headers
 
 
 def _paths(*names: str | None) -> list[Path]:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 class FileWatch:
-    """Some files, looked at now and then. A rename over a file is a change, as is its absence."""
+    """Some files, looked at now and then. Making one blocks, as each look does.
+
+    A rename over a file is a change, and so is its absence.
+    """
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files = tuple(files)

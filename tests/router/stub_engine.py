@@ -5,6 +5,7 @@ Owns health, the model list and a record of what it received. Refuses to know Ca
 
 import asyncio
 import json
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -32,8 +33,8 @@ class StubEngine:
         self._model = model
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> str:
-        """Listen; returns the URL."""
+    async def start(self, context: ssl.SSLContext | None = None) -> str:
+        """Listen, with TLS if there is a context; returns the URL."""
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -42,9 +43,9 @@ class StubEngine:
             app, handler_cancellation=True, shutdown_timeout=0.05, auto_decompress=False
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=context).start()
         port = self._runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"{'http' if context is None else 'https'}://127.0.0.1:{port}"
         return self.url
 
     async def stop(self) -> None:
