@@ -52,8 +52,8 @@ from tests.proto.sample_artifact import engine_of
 DEADLINE_S = 20.0
 """Of each load; reached only when something is stuck."""
 _LARGE, _SMALL = (len(universe()[index].decoded) for index in (0, -1))
-DRAM_BYTES = 2 * _LARGE + 3 * _SMALL
-"""Room for one large artifact that is pinned, one that is loaded, and a few small ones."""
+DRAM_BYTES = _LARGE + max(made.manifest.loading_bytes for made in universe()) + 3 * _SMALL
+"""Room for one large artifact that is pinned, one that is decoded, and a few small ones."""
 NVME_BYTES = _LARGE + 8 * _SMALL
 """The large blob and two thirds of the small ones."""
 
