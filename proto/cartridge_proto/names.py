@@ -160,11 +160,16 @@ METRIC_EJECTIONS: Final = "cartridge_router_ejections"
 METRIC_BROKEN_ANSWERS: Final = "cartridge_router_broken_answers"
 
 # --- trace spans and attributes (OpenTelemetry) ------------------------------------------------
-SPAN_REQUEST: Final = "gateway.request"
 ATTR_REPLICA: Final = "cartridge.replica"
 ATTR_DECISION: Final = "cartridge.decision"
 ATTR_DIGESTS: Final = "cartridge.digests"
 ATTR_MODEL: Final = "gen_ai.request.model"
+ATTR_OPERATION: Final = "gen_ai.operation.name"
+ATTR_PROVIDER: Final = "gen_ai.provider.name"
+ATTR_STATUS: Final = "http.response.status_code"
+ATTR_ERROR: Final = "error.type"
+ATTR_REQUEST_ID: Final = "cartridge.request_id"
+"""With those of GenAI and HTTP by the semantic conventions of OpenTelemetry."""
 
 # Prometheus metrics of the engine extension, beside vLLM's own.
 METRIC_ENGINE_REQUESTS: Final = "cartridge_engine_requests"

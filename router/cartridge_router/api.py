@@ -6,6 +6,8 @@ a replica itself.
 
 import asyncio
 import contextlib
+import http
+import logging
 import re
 import time
 import uuid
@@ -17,7 +19,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from opentelemetry.propagate import extract
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import Span, SpanKind, Tracer
 
 from cartridge_policies.types import Candidate
 from cartridge_proto import names
@@ -37,18 +39,21 @@ from cartridge_router.errors import (
 from cartridge_router.fleet import Fleet, ServedModel
 from cartridge_router.forwarding import Exchange, Forwarder, Outgoing
 from cartridge_router.limits import Limits
+from cartridge_router.logs import REQUEST_ID
 from cartridge_router.placement import Placement, Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.request import ParsedRequest, Route, engine_body, parse_request
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import Selection, Selector
 from cartridge_router.settings import Settings
-from cartridge_router.telemetry import TRACER, Metrics, current_traceparent
+from cartridge_router.telemetry import Metrics, current_traceparent
 from cartridge_router.tenants import Tenant, Tenants
 
 _OUTSIDE_V1 = ("/tokenize", "/detokenize", "/pooling", "/classify")
 _RANKING = ("/score", "/rerank", "/v2/rerank")
 """With these, what vLLM serves for clients beside `/v1/`."""
+logger = logging.getLogger(__name__)
+
 _OTHERS = "/v1/{tail:(?!chat/completions$|completions$|responses$|messages$).+}"
 """All but the routes that only take POST, which say so themselves."""
 _STORED = re.compile(r"/v1/responses/[^/]+(?:/cancel)?")
@@ -77,6 +82,7 @@ class Services:
     forwarder: Forwarder
     receipts: ReceiptBook
     metrics: Metrics
+    tracer: Tracer
 
 
 class Api:
@@ -116,12 +122,13 @@ class Api:
     async def _serve(self, request: web.Request, route: Route) -> web.StreamResponse:
         started_s = time.monotonic()
         request_id = uuid.uuid4().hex
+        REQUEST_ID.set(request_id)
         exchange = Exchange(_identified(request, request_id))
         selection, status = None, _CLIENT_CLOSED_REQUEST
         with (
             contextlib.ExitStack() as held,
-            TRACER.start_as_current_span(
-                names.SPAN_REQUEST, context=extract(request.headers), kind=SpanKind.SERVER
+            self._services.tracer.start_as_current_span(
+                DIALECTS[route].operation, context=extract(request.headers), kind=SpanKind.SERVER
             ) as span,
         ):
             try:
@@ -141,10 +148,7 @@ class Api:
                 exchange.headers |= await self._services.limits.spend(tenant, parsed.num_tokens)
                 selection = self._services.selector.select(parsed, tenant.name)
                 placement = self._services.placer.place(parsed, selection)
-                span.set_attribute(names.ATTR_MODEL, parsed.model)
-                span.set_attribute(names.ATTR_DIGESTS, [c.digest for c in selection.cartridges])
-                span.set_attribute(names.ATTR_REPLICA, placement.replica)
-                span.set_attribute(names.ATTR_DECISION, placement.reason)
+                _describe(span, parsed, selection, placement)
                 outgoing = self._outgoing(request, tenant, parsed, selection, placement, request_id)
                 overhead_s = time.monotonic() - read_s
                 exchange.headers.update(_told(selection, placement, outgoing, overhead_s))
@@ -160,6 +164,9 @@ class Api:
                 status = RouterError.status
                 raise
             finally:
+                span.set_attributes({names.ATTR_STATUS: status, names.ATTR_REQUEST_ID: request_id})
+                if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
+                    span.set_attribute(names.ATTR_ERROR, str(status))
                 self._count(route, selection, status, exchange, started_s)
         return response
 
@@ -228,6 +235,14 @@ class Api:
         metrics.requests.labels(route.value, str(status), how).inc()
         metrics.request_seconds.labels(route.value).observe(elapsed_s)
         metrics.retries.inc(exchange.num_retries)
+        if self._services.settings.logging.has_requests:
+            told = {
+                "route": route.value,
+                "status": status,
+                "replica": exchange.headers.get(names.HEADER_REPLICA),
+                "seconds": round(elapsed_s, 4),
+            }
+            logger.info("%s", " ".join(f"{k}={v}" for k, v in told.items()), extra=told)
         if exchange.first_byte_s is not None:
             tier = exchange.headers.get(names.HEADER_TIER, "none")
             metrics.first_byte_seconds.labels(tier).observe(exchange.first_byte_s - started_s)
@@ -377,6 +392,26 @@ def _identified(request: web.Request, request_id: str) -> dict[str, str]:
     sent = request.headers.get(names.HEADER_REQUEST_ID, "")
     said_back = sent if _REPEATABLE.fullmatch(sent) else request_id
     return {names.HEADER_OWN_REQUEST_ID: request_id, names.HEADER_REQUEST_ID: said_back}
+
+
+def _describe(
+    span: Span, parsed: ParsedRequest, selection: Selection, placement: Placement
+) -> None:
+    """What a trace says of a request."""
+    if not span.is_recording():
+        return
+    operation = DIALECTS[parsed.route].operation
+    span.update_name(f"{operation} {parsed.model}")
+    span.set_attributes(
+        {
+            names.ATTR_OPERATION: operation,
+            names.ATTR_PROVIDER: "vllm",
+            names.ATTR_MODEL: parsed.model,
+            names.ATTR_DIGESTS: [cartridge.digest for cartridge in selection.cartridges],
+            names.ATTR_REPLICA: placement.replica,
+            names.ATTR_DECISION: placement.reason,
+        }
+    )
 
 
 def _told(

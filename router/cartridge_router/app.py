@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from opentelemetry import trace
 
 from cartridge_policies import POLICIES
 from cartridge_policies.cost import CostPriors
@@ -30,7 +31,7 @@ from cartridge_router.residency_map import RedisReader, ResidencyMap
 from cartridge_router.selection import Selector
 from cartridge_router.settings import Settings
 from cartridge_router.signing_keys import SigningKeys
-from cartridge_router.telemetry import Metrics
+from cartridge_router.telemetry import SERVICE, Metrics, otlp_provider
 from cartridge_router.tenants import Tenants
 from cartridge_router.tls import EngineLogin, Renewed, ServerTls
 
@@ -80,7 +81,10 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
         read_bufsize=UPSTREAM_BUFFER_BYTES,
         trace_configs=[reuse_trace()],
     ) as session:
-        services, jobs = _construct(settings, key, session, login)
+        endpoint = settings.telemetry.otlp_endpoint
+        traces = await asyncio.to_thread(otlp_provider, endpoint) if endpoint else None
+        tracer = (traces or trace.get_tracer_provider()).get_tracer(SERVICE)
+        services, jobs = _construct(settings, key, session, login, tracer)
         await services.tenants.read_first()
         await services.catalog.read_first()
         with contextlib.suppress(TimeoutError):
@@ -94,10 +98,16 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             services.catalog.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.shutdown)
 
 
 def _construct(
-    settings: Settings, key: bytes | None, session: aiohttp.ClientSession, login: EngineLogin
+    settings: Settings,
+    key: bytes | None,
+    session: aiohttp.ClientSession,
+    login: EngineLogin,
+    tracer: trace.Tracer,
 ) -> tuple[Services, list[Job]]:
     metrics = Metrics()
     receipts = ReceiptBook()
@@ -170,6 +180,7 @@ def _construct(
         ),
         receipts=receipts,
         metrics=metrics,
+        tracer=tracer,
     )
 
     def on_receipt(receipt: Receipt) -> None:

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -125,6 +124,7 @@ def _add_serve(top: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from cartridge_router.logs import configure_logging
     from cartridge_router.serving import serve
 
     flags = {name: getattr(args, name) for name in ("host", "port", "redis_url", "store")}
@@ -132,9 +132,7 @@ def _serve(args: argparse.Namespace) -> int:
         flags["replicas"] = [part for part in args.replicas.split(",") if part]
     config = args.config or os.environ.get(f"{ENV_PREFIX}CONFIG")
     settings = load_settings(Path(config) if config else None, os.environ, flags)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(settings.logging)
     serve(settings, residency_key())
     return 0
 

@@ -29,10 +29,12 @@ _ANTHROPIC_TYPES: Final = {
 class Dialect:
     """One API.
 
+    `operation`: what OpenTelemetry's conventions for GenAI call it.
     `convention`: what a Cartridge must stand for in its prompts; `None` = it takes none.
     `num_openers`: events of a stream that come before anything is known of the answer.
     """
 
+    operation: str
     convention: ConventionKind | None = None
     num_openers: int = 0
     is_anthropic: bool = False
@@ -66,11 +68,11 @@ class Dialect:
 
 DIALECTS: Final = {
     # The role, before the first token.
-    Route.CHAT: Dialect(ConventionKind.SYSTEM_TURN, num_openers=1),
-    Route.COMPLETIONS: Dialect(ConventionKind.DOCUMENT),
+    Route.CHAT: Dialect("chat", ConventionKind.SYSTEM_TURN, num_openers=1),
+    Route.COMPLETIONS: Dialect("text_completion", ConventionKind.DOCUMENT),
     # `response.created` and `response.in_progress`.
-    Route.RESPONSES: Dialect(ConventionKind.SYSTEM_TURN, num_openers=2),
+    Route.RESPONSES: Dialect("chat", ConventionKind.SYSTEM_TURN, num_openers=2),
     # `message_start`.
-    Route.MESSAGES: Dialect(ConventionKind.SYSTEM_TURN, num_openers=1, is_anthropic=True),
-    Route.OTHER: Dialect(),
+    Route.MESSAGES: Dialect("chat", ConventionKind.SYSTEM_TURN, num_openers=1, is_anthropic=True),
+    Route.OTHER: Dialect("other"),
 }

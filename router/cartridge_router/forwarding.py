@@ -16,6 +16,8 @@ from typing import Any, Final
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
+from opentelemetry import trace
+from opentelemetry.propagate import inject
 
 from cartridge_proto.names import (
     HEADER_API_KEY,
@@ -263,6 +265,9 @@ class Forwarder:
     ) -> aiohttp.ClientResponse:
         headers = _request_headers(request.headers, outgoing.request_id)
         headers.update(self._login.headers)
+        if trace.get_current_span().is_recording():
+            # The engine's spans hang below the gateway's; without one below the client's.
+            inject(headers)
         async with asyncio.timeout(self._settings.first_byte_timeout_s):
             return await self._session.request(
                 request.method,

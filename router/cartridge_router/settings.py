@@ -7,8 +7,9 @@ Refuses unknown keys, and reports every problem in one message.
 import os
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
 
 import jsonschema
@@ -35,6 +36,7 @@ TenantName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
 which `$` lets pass, is a problem of its own."""
 
 _REPLICA = re.compile(r"(?:(?P<name>[A-Za-z0-9._-]{1,128})=)?(?P<url>https?://[^\s/?#,]+)/?")
+_ENDPOINT = re.compile(r"https?://[^\s/?#@]+:[0-9]{1,5}/?")
 _NOT_FROM_ENVIRONMENT = frozenset(
     {"CONFIG", "RESIDENCY_KEY", "CONTROL_TOKEN"}
     | {
@@ -47,7 +49,8 @@ _NOT_FROM_ENVIRONMENT = frozenset(
 
 _TEXTS = frozenset(
     {"host", "redis_url", "store", "tenant", "policy"}
-    | {"keys_file", "jwks_url", "issuer", "audience", "tenant_claim"}
+    | {"format", "level", "otlp_endpoint", "cert_file", "key_file", "client_ca_file", "ca_file"}
+    | {"api_key_file", "keys_file", "jwks_url", "issuer", "audience", "tenant_claim"}
 )
 """Settings that are texts, whatever a variable's value looks like."""
 
@@ -176,6 +179,30 @@ class TenantSettings(_Section, frozen=True, kw_only=True):
         return self.keys_file is not None or self.jwks_url is not None
 
 
+class LogFormat(StrEnum):
+    """How log lines are written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogSettings(_Section, frozen=True, kw_only=True):
+    """What is written to stderr."""
+
+    format: LogFormat = LogFormat.TEXT
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    has_requests: bool = False
+    """One line for each request: route, status, replica, seconds."""
+
+
+class TelemetrySettings(_Section, frozen=True, kw_only=True):
+    """Where traces go."""
+
+    otlp_endpoint: str | None = None
+    """`http(s)://host:4317`, OTLP by gRPC; absent = nowhere. The client's trace is carried on in
+    any case."""
+
+
 class TlsSettings(_Section, frozen=True, kw_only=True):
     """What clients connect to; without `cert_file` plain HTTP."""
 
@@ -213,6 +240,8 @@ class Settings(_Section, frozen=True, kw_only=True):
     """Let all clients send fields that are meant for the engine; for one tenant only."""
     max_body_bytes: PositiveCount = 64 << 20
     clients: ClientSettings = ClientSettings()
+    logging: LogSettings = LogSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     tls: TlsSettings = TlsSettings()
     engines: EngineSettings = EngineSettings()
     forwarding: ForwardingSettings = ForwardingSettings()
@@ -315,6 +344,9 @@ def _cross_checks(settings: Settings) -> list[str]:
         )
     if settings.store is not None and (problem := store_problem(settings.store)) is not None:
         problems.append(f"store: {problem}")
+    endpoint = settings.telemetry.otlp_endpoint
+    if endpoint is not None and _ENDPOINT.fullmatch(endpoint) is None:
+        problems.append("telemetry.otlp_endpoint: must be http(s)://host:port")
     for section, part in (("tls", settings.tls), ("engines", settings.engines)):
         if part.key_file is not None and part.cert_file is None:
             problems.append(f"{section}.key_file: goes with {section}.cert_file")

@@ -3,8 +3,13 @@
 Owns the instruments. Refuses client-derived label values: labels come from settings and enums.
 """
 
-from opentelemetry import trace
+import uuid
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.propagate import inject
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cartridge_policies.types import MapMode
@@ -12,10 +17,19 @@ from cartridge_proto import names
 from cartridge_router.fleet import Fleet
 from cartridge_router.residency_map import ResidencyMap
 
-TRACER = trace.get_tracer("cartridge_router")
+SERVICE = "cartridge_router"
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+
+
+def otlp_provider(endpoint: str) -> TracerProvider:
+    """A provider that exports to an OTLP endpoint by gRPC; `shutdown` sends what is left."""
+    resource = Resource.create({"service.name": SERVICE, "service.instance.id": uuid.uuid4().hex})
+    provider = TracerProvider(resource=resource)
+    exporter = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
 
 
 def current_traceparent() -> str | None:
