@@ -28,6 +28,7 @@ from cartridge_router.outliers import Outliers
 from cartridge_router.placement import Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
+from cartridge_router.roster import Source
 from cartridge_router.selection import Selector
 from cartridge_router.settings import Settings
 from cartridge_router.signing_keys import SigningKeys
@@ -126,7 +127,6 @@ def _construct(
         )
 
     fleet = Fleet(
-        settings.replica_urls(),
         session=session,
         login=login,
         probe_interval_s=settings.fleet.probe_interval_s,
@@ -138,7 +138,9 @@ def _construct(
             ejection_s=settings.fleet.ejection_s,
             suspect_after_s=settings.fleet.suspect_after_s,
         ),
+        on_gone=metrics.forget,
     )
+    fleet.set_all(Source.SETTINGS, settings.replica_urls())
     signing_keys = None
     if settings.tenants.jwks_url is not None:
         signing_keys = SigningKeys(settings.tenants.jwks_url, session)

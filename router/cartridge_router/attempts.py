@@ -11,7 +11,10 @@ from cartridge_router.retry_budget import RetryBudget
 
 
 class Attempts:
-    """Iterates over replicas; each but the first comes after a `go_on` that said yes."""
+    """Iterates over replicas; each but the first comes after a `go_on` that said yes.
+
+    Or after `pass_over`.
+    """
 
     def __init__(self, replicas: Sequence[ReplicaId], budget: RetryBudget) -> None:
         self.failures: list[str] = []
@@ -32,3 +35,7 @@ class Attempts:
                 return False
             self._has_been_pushed_back = True
         return self._budget.take()
+
+    def pass_over(self, failure: str) -> None:
+        """Note why the present replica is not asked at all; the next one costs nothing."""
+        self.failures.append(failure)

@@ -1,7 +1,7 @@
 """The replicas: where they are, whether they answer, what they serve, what is in flight.
 
-Owns health, capability and the in-flight counts. Refuses to rank, and counts in-flight requests
-through a context manager only.
+Owns health, capability and the in-flight counts, also of replicas that come and go. Refuses to rank
+and to find replicas, and counts in-flight requests through a context manager only.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import msgspec
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_KV_TRANSFER_PARAMS
 from cartridge_proto.residency import ReplicaId
 from cartridge_router.outliers import Outliers
+from cartridge_router.roster import Listed, Roster, Source
 from cartridge_router.tls import EngineLogin
 
 logger = logging.getLogger(__name__)
@@ -67,15 +68,17 @@ class ServedModel:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Replica:
-    """One replica as the fleet sees it.
+    """One replica as the fleet sees it, from when it joins to when it is gone.
 
-    `has_extension`: whether it attends over Cartridges; `None` = not known yet.
+    The same name at another URL is another one. `has_extension`: whether it attends over
+    Cartridges; `None` = not known yet.
     """
 
     replica: ReplicaId
     url: str
+    source: Source
     is_healthy: bool = False
     models: dict[str, ServedModel] = field(default_factory=dict)
     """By the name that requests use."""
@@ -87,15 +90,15 @@ class Replica:
 
 
 class Fleet:
-    """All replicas, watched by one task each while `watch` runs.
+    """All replicas, probed by one task each while `watch` runs. For use from one event loop.
 
     `must_probe_extension(replica)` says whether nothing else tells what the replica can do.
-    `outliers` says which of them others should be asked before.
+    `outliers` says which of them others should be asked before. `on_gone(replica)` is called when
+    a replica has left and the last of its requests has ended.
     """
 
     def __init__(
         self,
-        urls: Mapping[ReplicaId, str],
         *,
         session: aiohttp.ClientSession,
         login: EngineLogin,
@@ -104,10 +107,12 @@ class Fleet:
         num_failures: int,
         outliers: Outliers,
         must_probe_extension: Callable[[ReplicaId], bool] = lambda replica: False,
+        on_gone: Callable[[ReplicaId], None] = lambda replica: None,
     ) -> None:
-        self._replicas = {name: Replica(name, url) for name, url in urls.items()}
-        for name in self._replicas:
-            outliers.add(name)
+        self._roster = Roster()
+        self._replicas: dict[ReplicaId, Replica] = {}
+        self._leaving: list[Replica] = []
+        self._has_changed = asyncio.Event()
         self._session = session
         self._login = login
         self._probe_interval_s = probe_interval_s
@@ -115,29 +120,94 @@ class Fleet:
         self._num_failures = num_failures
         self.outliers = outliers
         self._must_probe_extension = must_probe_extension
+        self._on_gone = on_gone
 
+    # --- who is there ----------------------------------------------------------------------------
     @property
     def replicas(self) -> list[Replica]:
-        """All replicas in the order of the settings."""
+        """All that may get requests, in the order of the sources and their lists."""
         return list(self._replicas.values())
 
-    def url(self, replica: ReplicaId) -> str:
-        """Base URL of a replica."""
-        return self._replicas[replica].url
+    @property
+    def leaving(self) -> list[Replica]:
+        """Those that were removed and still have requests running."""
+        return list(self._leaving)
 
+    @property
+    def taken_out(self) -> dict[ReplicaId, Listed]:
+        """Those that an operator removed and a source still lists."""
+        return self._roster.taken_out
+
+    def find(self, replica: ReplicaId) -> Replica | None:
+        """The replica that has this name now."""
+        return self._replicas.get(replica)
+
+    def set_all(self, source: Source, urls: Mapping[ReplicaId, str]) -> None:
+        """Replace what a source lists: name -> base URL without a trailing slash."""
+        self._roster.replace(source, urls)
+        self._follow_roster()
+
+    def add(self, replica: ReplicaId, url: str) -> None:
+        """Let a replica join that an operator names."""
+        self._roster.add(replica, url)
+        self._follow_roster()
+
+    def remove(self, replica: ReplicaId) -> None:
+        """Send no new request to a replica, whoever lists it; those that run go on.
+
+        It stays out until it is added, or no source lists it any more.
+        """
+        self._roster.take_out(replica)
+        self._follow_roster()
+
+    def _follow_roster(self) -> None:
+        """Let replicas join and leave, so that those of the roster are there."""
+        wanted, before = self._roster.present, self._replicas
+        kept = {
+            name: replica
+            for name, replica in before.items()
+            if name in wanted and wanted[name].url == replica.url
+        }
+        left = [replica for name, replica in before.items() if name not in kept]
+        for replica in left:
+            self.outliers.remove(replica.replica)
+            logger.info("replica %s at %s leaves", replica.replica, replica.url)
+        self._replicas = {}
+        for name, listed in wanted.items():
+            if name not in kept:
+                self.outliers.add(name)
+                logger.info("replica %s joins: %s, by %s", name, listed.url, listed.source)
+            replica = kept.get(name) or Replica(name, listed.url, listed.source)
+            replica.source = listed.source
+            self._replicas[name] = replica
+        self._leaving += left
+        for replica in left:
+            self._end_if_idle(replica)
+        self._has_changed.set()
+
+    def _end_if_idle(self, replica: Replica) -> None:
+        """Forget a replica that has left, once nothing of it runs."""
+        if replica.num_in_flight or replica not in self._leaving:
+            return
+        self._leaving.remove(replica)
+        others = [*self._replicas.values(), *self._leaving]
+        if all(other.replica != replica.replica for other in others):
+            self._on_gone(replica.replica)
+
+    # --- what requests tell ----------------------------------------------------------------------
     @contextlib.contextmanager
-    def in_flight(self, replica: ReplicaId) -> Iterator[None]:
+    def in_flight(self, replica: Replica) -> Iterator[None]:
         """Count one request for as long as the block runs."""
-        entry = self._replicas[replica]
-        entry.num_in_flight += 1
+        replica.num_in_flight += 1
         try:
             yield
         finally:
-            entry.num_in_flight -= 1
+            replica.num_in_flight -= 1
+            self._end_if_idle(replica)
 
-    def note_connect_failure(self, replica: ReplicaId) -> None:
+    def note_connect_failure(self, replica: Replica) -> None:
         """A request could not be delivered: no more traffic until a probe succeeds."""
-        self._set_away(self._replicas[replica])
+        self._set_away(replica)
 
     @staticmethod
     def _set_away(replica: Replica) -> None:
@@ -146,11 +216,21 @@ class Fleet:
         replica.has_extension = None
         replica.asked_s = None
 
+    # --- probes ----------------------------------------------------------------------------------
     async def watch(self) -> None:
-        """Probe all replicas until cancelled."""
+        """Probe all replicas until cancelled, from when they join to when they leave."""
         async with asyncio.TaskGroup() as group:
-            for replica in self._replicas.values():
-                group.create_task(self._watch_one(replica))
+            probing: dict[Replica, asyncio.Task[None]] = {}
+            while True:
+                self._has_changed.clear()
+                present = set(self._replicas.values())
+                for replica in probing.keys() - present:
+                    probing.pop(replica).cancel()
+                for replica in present - probing.keys():
+                    probing[replica] = group.create_task(
+                        self._watch_one(replica), name=f"probe {replica.replica}"
+                    )
+                await self._has_changed.wait()
 
     async def _watch_one(self, replica: Replica) -> None:
         while True:

@@ -43,7 +43,7 @@ from cartridge_router.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
-from cartridge_router.fleet import Fleet
+from cartridge_router.fleet import Fleet, Replica
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.retry_budget import RetryBudget
 from cartridge_router.settings import ForwardingSettings
@@ -210,12 +210,16 @@ class Forwarder:
         num_attempts = None if outgoing.is_lookup else self._settings.max_attempts
         attempts = Attempts(outgoing.replicas[:num_attempts], self._budget)
         for replica in attempts:
+            target = self._fleet.find(replica)
+            if target is None:
+                attempts.pass_over(f"{replica} was removed")
+                continue
             exchange.num_retries = len(attempts.failures)
             if replica in outgoing.tiers:
                 self._receipts.expect(outgoing.request_id, outgoing.tiers[replica])
-            with self._fleet.in_flight(replica):
+            with self._fleet.in_flight(target):
                 try:
-                    async with await self._send(request, outgoing, replica) as upstream:
+                    async with await self._send(request, outgoing, target) as upstream:
                         if not self._is_passed_on(upstream, outgoing, attempts, replica):
                             return await self._relay(request, upstream, outgoing, exchange, replica)
                 except _Failed as failed:
@@ -225,7 +229,7 @@ class Forwarder:
         raise _unavailable(attempts)
 
     async def _send(
-        self, request: web.Request, outgoing: Outgoing, replica: ReplicaId
+        self, request: web.Request, outgoing: Outgoing, target: Replica
     ) -> aiohttp.ClientResponse:
         """Send to one replica.
 
@@ -233,10 +237,11 @@ class Forwarder:
             _Failed: it cannot be reached, or broke off.
             UpstreamTimeout: it did not begin to answer in time.
         """
+        replica = target.replica
         try:
-            return await self._send_afresh(request, outgoing, replica)
+            return await self._send_afresh(request, outgoing, target)
         except aiohttp.ClientConnectorError as error:
-            self._fleet.note_connect_failure(replica)
+            self._fleet.note_connect_failure(target)
             raise _Failed(f"{replica}: {error!r}") from error
         except aiohttp.ClientError as error:
             self._note_failure(replica)
@@ -245,7 +250,7 @@ class Forwarder:
             raise self._late(replica) from error
 
     async def _send_afresh(
-        self, request: web.Request, outgoing: Outgoing, replica: ReplicaId
+        self, request: web.Request, outgoing: Outgoing, target: Replica
     ) -> aiohttp.ClientResponse:
         """Send; once more where the connection lay idle and was closed, as servers do.
 
@@ -254,14 +259,14 @@ class Forwarder:
         for _ in range(MAX_IDLE_RESETS):
             leg = _Leg()
             try:
-                return await self._send_once(request, outgoing, replica, leg)
+                return await self._send_once(request, outgoing, target, leg)
             except aiohttp.ClientConnectionError:
                 if not leg.is_reused:
                     raise
-        return await self._send_once(request, outgoing, replica, _Leg())
+        return await self._send_once(request, outgoing, target, _Leg())
 
     async def _send_once(
-        self, request: web.Request, outgoing: Outgoing, replica: ReplicaId, leg: "_Leg"
+        self, request: web.Request, outgoing: Outgoing, target: Replica, leg: "_Leg"
     ) -> aiohttp.ClientResponse:
         headers = _request_headers(request.headers, outgoing.request_id)
         headers.update(self._login.headers)
@@ -271,7 +276,7 @@ class Forwarder:
         async with asyncio.timeout(self._settings.first_byte_timeout_s):
             return await self._session.request(
                 request.method,
-                self._fleet.url(replica) + outgoing.path,
+                target.url + outgoing.path,
                 data=outgoing.body or None,
                 headers=headers,
                 skip_auto_headers=_NOT_ADDED,

@@ -27,7 +27,9 @@ class _Record:
 
 
 class Outliers:
-    """Of one fleet, whose replicas are added by whoever owns them.
+    """Of one fleet, whose replicas are added and removed by whoever owns them.
+
+    What a request or a probe tells of a replica that was removed meanwhile says nothing.
 
     Args:
         num_failures: failures in a row until a replica is ejected.
@@ -54,9 +56,15 @@ class Outliers:
         """A replica joins the fleet, with a clean record."""
         self._records[replica] = _Record()
 
+    def remove(self, replica: ReplicaId) -> None:
+        """It leaves the fleet, and what was known of it is forgotten."""
+        del self._records[replica]
+
     def note_success(self, replica: ReplicaId) -> None:
         """It answered."""
-        record = self._records[replica]
+        record = self._records.get(replica)
+        if record is None:
+            return
         record.num_failures = 0
         if record.num_ejections and self._clock() >= record.ejected_until_s:
             record.num_ejections -= 1
@@ -67,7 +75,9 @@ class Outliers:
         One failure is enough for a replica that has come back from an ejection and answered
         nothing since.
         """
-        record, now_s = self._records[replica], self._clock()
+        record, now_s = self._records.get(replica), self._clock()
+        if record is None:
+            return False
         record.num_failures += 1
         if record.num_failures < self._num_failures or now_s < record.ejected_until_s:
             return False
@@ -80,17 +90,19 @@ class Outliers:
 
     def note_busy(self, replica: ReplicaId, retry_after_s: float) -> None:
         """It asked to be left alone for so long."""
-        self._records[replica].busy_until_s = self._clock() + min(retry_after_s, MAX_BUSY_S)
+        if (record := self._records.get(replica)) is not None:
+            record.busy_until_s = self._clock() + min(retry_after_s, MAX_BUSY_S)
 
     def note_asked(self, replica: ReplicaId) -> None:
         """A probe is sent."""
-        record = self._records[replica]
-        if record.asked_s is None:
+        record = self._records.get(replica)
+        if record is not None and record.asked_s is None:
             record.asked_s = self._clock()
 
     def note_answered(self, replica: ReplicaId) -> None:
         """A probe was answered."""
-        self._records[replica].asked_s = None
+        if (record := self._records.get(replica)) is not None:
+            record.asked_s = None
 
     def reason_against(self, replica: ReplicaId) -> str | None:
         """Why others should be asked first; `None` for nothing."""

@@ -4,6 +4,7 @@ Owns the instruments. Refuses client-derived label values: labels come from sett
 """
 
 import uuid
+from collections import Counter as Counts
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.propagate import inject
@@ -14,8 +15,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from cartridge_policies.types import MapMode
 from cartridge_proto import names
+from cartridge_proto.residency import ReplicaId
 from cartridge_router.fleet import Fleet
 from cartridge_router.residency_map import ResidencyMap
+from cartridge_router.roster import Source
 
 SERVICE = "cartridge_router"
 
@@ -121,6 +124,12 @@ class Metrics:
             ["predicted", "served"],
             registry=registry,
         )
+        self._replicas = Gauge(
+            names.METRIC_REPLICAS,
+            "Replicas that may get requests, by who lists them.",
+            ["source"],
+            registry=registry,
+        )
         self._in_flight = Gauge(
             names.METRIC_IN_FLIGHT, "Requests in flight.", ["replica"], registry=registry
         )
@@ -134,11 +143,23 @@ class Metrics:
             names.METRIC_MAP_AGE, "Age of the residency map; -1 = never read.", registry=registry
         )
 
+    def forget(self, replica: ReplicaId) -> None:
+        """Drop the rows of a replica that is gone."""
+        for counter in (self.ejections, self.broken_answers):
+            counter.remove(replica)
+
     def render(self, fleet: Fleet, residency: ResidencyMap) -> bytes:
         """Prometheus text, with the present state of fleet and map."""
+        # Rows of replicas that are gone go with them.
+        self._in_flight.clear()
+        self._healthy.clear()
+        num_listed = Counts(replica.source for replica in fleet.replicas)
+        for source in Source:
+            self._replicas.labels(source.value).set(num_listed[source])
         for replica in fleet.replicas:
-            self._in_flight.labels(replica.replica).set(replica.num_in_flight)
             self._healthy.labels(replica.replica).set(int(replica.is_healthy))
+        for replica in fleet.replicas + fleet.leaving:
+            self._in_flight.labels(replica.replica).inc(replica.num_in_flight)
         for mode in MapMode:
             self._mode.labels(mode.value).set(int(residency.mode is mode))
         age_s = residency.age_s

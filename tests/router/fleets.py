@@ -1,14 +1,21 @@
-"""Whole fleets for functional tests: simulated replicas with one store and one Redis.
+"""Fleets: bare ones, and whole ones of simulated replicas with one store and one Redis.
 
 Owns how replicas are named and joined. Refuses to judge answers.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
+
+import aiohttp
 
 from cartridge_proto.residency import ReplicaId
 from cartridge_proto.stores import LocalStore
+from cartridge_router.fleet import Fleet
 from cartridge_router.outliers import Outliers
+from cartridge_router.roster import Source
+from cartridge_router.settings import EngineSettings
+from cartridge_router.tls import EngineLogin
 from tests.loadtest.replica_client import Client, StartReplica, quick_settings
 from tests.router.gateway_client import Gateway, StartGateway, quick_gateway
 
@@ -16,6 +23,20 @@ from tests.router.gateway_client import Gateway, StartGateway, quick_gateway
 def no_outliers() -> Outliers:
     """Nobody is ejected or suspected within a test."""
     return Outliers(num_failures=1000, ejection_s=1.0, suspect_after_s=60.0)
+
+
+def fleet_of(session: aiohttp.ClientSession, urls: Mapping[ReplicaId, str], **fields: Any) -> Fleet:
+    """A fleet of these replicas, probed often, unhealthy after three failed probes."""
+    settings: dict[str, Any] = {
+        "probe_interval_s": 0.02,
+        "probe_timeout_s": 0.5,
+        "num_failures": 3,
+        "outliers": no_outliers(),
+        "login": EngineLogin(EngineSettings()),
+    }
+    fleet = Fleet(session=session, **(settings | fields))
+    fleet.set_all(Source.SETTINGS, urls)
+    return fleet
 
 
 async def start_replicas(

@@ -103,6 +103,29 @@ def test_who_does_not_answer_probes_is_suspect(clock: Clock) -> None:
     assert outliers.reason_against(NAMES[0]) is None
 
 
+def test_who_was_removed_is_forgotten(clock: Clock) -> None:
+    """Late news of it change nothing; who comes under its name has a clean record."""
+    outliers = outliers_of(clock)
+    fail(outliers, NAMES[0], 5)
+    outliers.remove(NAMES[0])
+    outliers.note_success(NAMES[0])
+    outliers.note_asked(NAMES[0])
+    outliers.note_answered(NAMES[0])
+    outliers.note_busy(NAMES[0], 1.0)
+    assert fail(outliers, NAMES[0], 50) == [False] * 50
+    outliers.add(NAMES[0])
+    assert outliers.reason_against(NAMES[0]) is None
+
+
+def test_the_half_that_may_be_ejected_is_of_those_that_are_there(clock: Clock) -> None:
+    """After two of four have gone, the second failing one is kept."""
+    outliers = outliers_of(clock)
+    fail(outliers, NAMES[0], 5)
+    for name in NAMES[2:]:
+        outliers.remove(name)
+    assert not any(fail(outliers, NAMES[1], 50))
+
+
 # --- the retry budget ----------------------------------------------------------------------------
 def test_retries_are_a_part_of_the_requests(clock: Clock) -> None:
     """With the saved-up ones spent: one for five requests."""
@@ -156,6 +179,16 @@ def test_back_pressure_goes_to_one_other_replica(clock: Clock) -> None:
     assert attempts.go_on("429", is_push_back=True)
     assert attempts.go_on("broke off")
     assert not attempts.go_on("503", is_push_back=True)
+
+
+def test_who_is_passed_over_costs_no_retry(clock: Clock) -> None:
+    """It is named all the same, and counts as one of those there were."""
+    budget = RetryBudget(ratio=0.0, per_s=0.1, clock=clock)
+    attempts = Attempts(NAMES[:3], budget)
+    attempts.pass_over("removed")
+    assert attempts.go_on("two")
+    assert not attempts.go_on("three")
+    assert attempts.failures == ["removed", "two", "three"]
 
 
 def test_there_is_nobody_behind_the_last(clock: Clock) -> None:

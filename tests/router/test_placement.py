@@ -23,16 +23,15 @@ from cartridge_proto.residency import (
 from cartridge_proto.stores import LocalStore
 from cartridge_router.catalog import Cartridge
 from cartridge_router.errors import ContextTooLong, IncompatibleCartridge
-from cartridge_router.fleet import Fleet, ServedModel
+from cartridge_router.fleet import ServedModel
 from cartridge_router.placement import Placer
 from cartridge_router.request import Route, parse_request
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import SelectedBy, Selection
-from cartridge_router.settings import EngineSettings, PlacementSettings, ResidencySettings
-from cartridge_router.tls import EngineLogin
+from cartridge_router.settings import PlacementSettings, ResidencySettings
 from tests.loadtest.replica_client import Client, StartReplica, quick_settings
 from tests.proto.sample_artifact import engine_of
-from tests.router.fleets import named, no_outliers, start_fleet, start_replicas
+from tests.router.fleets import fleet_of, named, start_fleet, start_replicas
 from tests.router.gateway_client import CHAT, TEXT, StartGateway, quick_gateway, until_true
 from tests.router.killable_redis import KillableRedis
 from tests.router.stored_cartridges import digest_of, put_cartridge
@@ -127,15 +126,7 @@ def place_on_one(
     session: aiohttp.ClientSession, models: dict[str, ServedModel], model: str, manifest: Manifest
 ) -> ReplicaId:
     """Place a request with a Cartridge on a fleet of one replica with these models."""
-    fleet = Fleet(
-        {ReplicaId("r0"): "http://127.0.0.1:9"},
-        session=session,
-        probe_interval_s=1.0,
-        probe_timeout_s=1.0,
-        num_failures=1,
-        outliers=no_outliers(),
-        login=EngineLogin(EngineSettings()),
-    )
+    fleet = fleet_of(session, {ReplicaId("r0"): "http://127.0.0.1:9"})
     for entry in fleet.replicas:
         entry.is_healthy = entry.has_extension = True
         entry.models = models
@@ -353,15 +344,7 @@ async def test_a_prefix_whole_in_hbm_is_known_by_its_composition(
     """Of two replicas with the artifact in dram, the one that has the whole prefix wins."""
     manifest = put_cartridge(store)
     cold, warm = ReplicaId("cold"), ReplicaId("warm")
-    fleet = Fleet(
-        {cold: "http://127.0.0.1:9", warm: "http://127.0.0.1:10"},
-        session=session,
-        probe_interval_s=1.0,
-        probe_timeout_s=1.0,
-        num_failures=1,
-        outliers=no_outliers(),
-        login=EngineLogin(EngineSettings()),
-    )
+    fleet = fleet_of(session, {cold: "http://127.0.0.1:9", warm: "http://127.0.0.1:10"})
     residency = ResidencyMap(key=None, stale_after_s=60.0, fallback_after_s=60.0)
     selections = [
         Selection(
