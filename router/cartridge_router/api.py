@@ -26,6 +26,7 @@ from cartridge_proto import names
 from cartridge_router.catalog import Catalog
 from cartridge_router.dialects import DIALECTS, Dialect
 from cartridge_router.doors import Doors
+from cartridge_router.drain import Drain
 from cartridge_router.errors import (
     InvalidRequest,
     MethodNotAllowed,
@@ -83,6 +84,7 @@ class Services:
     receipts: ReceiptBook
     metrics: Metrics
     tracer: Tracer
+    drain: Drain
 
 
 class Api:
@@ -358,17 +360,20 @@ class Api:
         return json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """Whether requests can be served: at least one replica is healthy."""
+        """Whether requests are to come here: not while draining, nor without a healthy replica."""
         fleet, residency = self._services.fleet, self._services.residency
         healthy = [replica.replica for replica in fleet.replicas if replica.is_healthy]
         registered = [name for name in healthy if residency.registration(name) is not None]
+        status = "ready" if healthy else "no healthy replica"
+        if self._services.drain.is_begun:
+            status = "draining"
         return json_response(
             {
-                "status": "ready" if healthy else "no healthy replica",
+                "status": status,
                 "replicas": {"healthy": healthy, "registered": registered},
                 "residency": {"mode": residency.mode.value, "age_s": residency.age_s},
             },
-            status=200 if healthy else 503,
+            status=200 if status == "ready" else 503,
         )
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -469,6 +474,19 @@ def around_handlers(doors: Doors) -> Middleware:
                 )
 
     return around
+
+
+def closing_when_draining(
+    drain: Drain,
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Tells clients in each answer that this connection will not be there for the next request."""
+
+    async def prepare(_: web.Request, response: web.StreamResponse) -> None:
+        if drain.is_begun:
+            response.headers["Connection"] = "close"
+            response.force_close()
+
+    return prepare
 
 
 def json_response(value: object, *, status: int = 200) -> web.Response:

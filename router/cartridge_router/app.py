@@ -18,9 +18,10 @@ from cartridge_policies.cost import CostPriors
 from cartridge_policies.types import MapMode
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReceiptStatus, ReplicaId
 from cartridge_proto.stores import open_store
-from cartridge_router.api import Api, Services, around_handlers
+from cartridge_router.api import Api, Services, around_handlers, closing_when_draining
 from cartridge_router.catalog import Catalog
 from cartridge_router.doors import Doors, most_connections
+from cartridge_router.drain import Drain
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder, reuse_trace
 from cartridge_router.limits import Limits
@@ -65,6 +66,8 @@ RECEIPT_WAIT_S = 1.0
 """How long a failed request waits for the receipt that explains it."""
 BACKLOG = 1024
 """Connections that the kernel holds for us; clients come in bursts."""
+TURNS_TO_HANDLER = 5
+"""Of the event loop, in which bytes that have come become a request that is handled."""
 UPSTREAM_BUFFER_BYTES = 8192
 """Of an answer, beyond which a replica waits for its client; one read of the socket may go over."""
 ENGINE_KEEPALIVE_S = 3.0
@@ -72,7 +75,9 @@ ENGINE_KEEPALIVE_S = 3.0
 
 
 @contextlib.asynccontextmanager
-async def running_services(settings: Settings, key: bytes | None) -> AsyncIterator[Services]:
+async def running_services(
+    settings: Settings, key: bytes | None, drain: Drain
+) -> AsyncIterator[Services]:
     """Everything that runs beside the HTTP server, for as long as the block does."""
     login = await asyncio.to_thread(EngineLogin, settings.engines)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S)
@@ -85,7 +90,7 @@ async def running_services(settings: Settings, key: bytes | None) -> AsyncIterat
         endpoint = settings.telemetry.otlp_endpoint
         traces = await asyncio.to_thread(otlp_provider, endpoint) if endpoint else None
         tracer = (traces or trace.get_tracer_provider()).get_tracer(SERVICE)
-        services, jobs = _construct(settings, key, session, login, tracer)
+        services, jobs = _construct(settings, key, session, login, tracer, drain)
         await services.tenants.read_first()
         await services.catalog.read_first()
         with contextlib.suppress(TimeoutError):
@@ -109,6 +114,7 @@ def _construct(
     session: aiohttp.ClientSession,
     login: EngineLogin,
     tracer: trace.Tracer,
+    drain: Drain,
 ) -> tuple[Services, list[Job]]:
     metrics = Metrics()
     receipts = ReceiptBook()
@@ -183,6 +189,7 @@ def _construct(
         receipts=receipts,
         metrics=metrics,
         tracer=tracer,
+        drain=drain,
     )
 
     def on_receipt(receipt: Receipt) -> None:
@@ -225,14 +232,26 @@ def make_app(services: Services, doors: Doors) -> web.Application:
     """The HTTP application over running services."""
     app = web.Application(middlewares=[around_handlers(doors)])
     app.add_routes(Api(services).routes())
+    app.on_response_prepare.append(closing_when_draining(services.drain))
     return app
 
 
+def drain_of(settings: Settings) -> Drain:
+    """How a gateway with these settings ends."""
+    return Drain(settle_s=settings.drain.settle_s, grace_s=settings.drain.grace_s)
+
+
 @contextlib.asynccontextmanager
-async def running_gateway(settings: Settings, key: bytes | None) -> AsyncIterator[str]:
-    """A listening gateway; yields its base URL (with the real port when 0 was asked for)."""
+async def running_gateway(
+    settings: Settings, key: bytes | None, drain: Drain | None = None
+) -> AsyncIterator[str]:
+    """A listening gateway; yields its base URL (with the real port when 0 was asked for).
+
+    At the end of the block it takes no more connections, and lets what runs finish as `drain` says.
+    """
     clients = settings.clients
-    async with running_services(settings, key) as services:
+    drain = drain or drain_of(settings)
+    async with running_services(settings, key, drain) as services:
         doors = Doors(
             max_connections=clients.max_connections or most_connections(),
             head_timeout_s=clients.head_timeout_s,
@@ -274,5 +293,16 @@ async def running_gateway(settings: Settings, key: bytes | None) -> AsyncIterato
                 listener.close()
                 if renewal is not None:
                     renewal.cancel()
+                await _finish(runner.server, doors, drain)
         finally:
             await runner.cleanup()
+
+
+async def _finish(server: web.Server, doors: Doors, drain: Drain) -> None:
+    """Let the requests of a closed listener finish; cut off those that take too long."""
+    for _ in range(TURNS_TO_HANDLER):
+        await asyncio.sleep(0)
+    server.pre_shutdown()
+    doors.close_idle()
+    await drain.finish(doors.has_emptied)
+    doors.cut()

@@ -54,6 +54,9 @@ class Doors:
         self.write_buffer_bytes = write_buffer_bytes
         self.on_refused = on_refused
         self._open: dict[asyncio.BaseTransport, _Door] = {}
+        self.has_emptied = asyncio.Event()
+        """Set while no connection is served."""
+        self.has_emptied.set()
 
     def before(
         self, make_protocol: Callable[[], asyncio.BaseProtocol]
@@ -74,10 +77,24 @@ class Doors:
     def enter(self, transport: asyncio.BaseTransport, door: "_Door") -> None:
         """A connection is served."""
         self._open[transport] = door
+        self.has_emptied.clear()
 
     def leave(self, transport: asyncio.BaseTransport) -> None:
         """It is over."""
         self._open.pop(transport, None)
+        if not self._open:
+            self.has_emptied.set()
+
+    def close_idle(self) -> None:
+        """Close the connections on which no request is answered."""
+        for transport, door in list(self._open.items()):
+            if not door.is_serving:
+                transport.close()
+
+    def cut(self) -> None:
+        """End all connections at once, and with them their requests."""
+        for door in list(self._open.values()):
+            door.abort()
 
     @contextlib.contextmanager
     def request(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
@@ -96,14 +113,15 @@ class Doors:
 class _Door(asyncio.Protocol):
     """Between the transport of a connection and aiohttp's protocol for it."""
 
-    __slots__ = ("_doors", "_inner", "_is_refused", "_is_serving", "_timer", "_transport")
+    __slots__ = ("_doors", "_inner", "_is_refused", "_timer", "_transport", "is_serving")
 
     def __init__(self, doors: Doors, inner: asyncio.Protocol) -> None:
         self._doors = doors
         self._inner = inner
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_serving = False
+        self.is_serving = False
+        """Between a request's head and the end of its answer."""
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -124,7 +142,7 @@ class _Door(asyncio.Protocol):
         """Pass bytes on; the first after an answer begin another head."""
         if self._is_refused:
             return
-        if not self._is_serving and self._timer is None:
+        if not self.is_serving and self._timer is None:
             self._await_head()
         self._inner.data_received(data)
 
@@ -150,14 +168,19 @@ class _Door(asyncio.Protocol):
         if not self._is_refused:
             self._inner.resume_writing()
 
+    def abort(self) -> None:
+        """End the connection, without what was not sent yet."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def begin_request(self) -> None:
         """The head has come."""
-        self._is_serving = True
+        self.is_serving = True
         self._stop_timer()
 
     def end_request(self) -> None:
         """The answer is out; the connection may lie idle as long as aiohttp lets it."""
-        self._is_serving = False
+        self.is_serving = False
 
     def _await_head(self) -> None:
         loop = asyncio.get_running_loop()
@@ -171,5 +194,4 @@ class _Door(asyncio.Protocol):
     def _give_up(self) -> None:
         self._timer = None
         self._doors.on_refused("head_timeout")
-        if self._transport is not None:
-            self._transport.abort()
+        self.abort()

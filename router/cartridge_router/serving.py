@@ -4,28 +4,32 @@ Owns signals and the event loop. Refuses everything else.
 """
 
 import asyncio
+import functools
 import logging
 import signal
 
 import uvloop
 
-from cartridge_router.app import running_gateway
+from cartridge_router.app import drain_of, running_gateway
 from cartridge_router.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, key: bytes | None) -> None:
-    """Run until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT, then let requests finish; the second signal ends at once.
+
+    SIGTERM comes from an orchestrator, whose clients need time to notice; SIGINT from a terminal.
+    """
     uvloop.run(_serve(settings, key))
 
 
 async def _serve(settings: Settings, key: bytes | None) -> None:
-    stop = asyncio.Event()
+    drain = drain_of(settings)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with running_gateway(settings, key) as url:
+    loop.add_signal_handler(signal.SIGTERM, drain.begin)
+    loop.add_signal_handler(signal.SIGINT, functools.partial(drain.begin, must_settle=False))
+    async with running_gateway(settings, key, drain) as url:
         logger.info("ready %s", url)
-        await stop.wait()
-        logger.info("stopping")
+        await drain.settle()
+    logger.info("ended")

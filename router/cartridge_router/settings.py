@@ -120,6 +120,15 @@ class FleetSettings(_Section, frozen=True, kw_only=True):
     """How long the first time; each further time longer by as much."""
 
 
+class DrainSettings(_Section, frozen=True, kw_only=True):
+    """How the gateway ends when it is told to (SIGTERM); `/ready` answers 503 from then on."""
+
+    settle_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    """How long requests are still accepted, until whoever routes here has noticed."""
+    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 300.0
+    """How long requests that run may take after that."""
+
+
 class ClientSettings(_Section, frozen=True, kw_only=True):
     """What clients may take."""
 
@@ -249,6 +258,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     cartridges: CartridgeSettings = CartridgeSettings()
     residency: ResidencySettings = ResidencySettings()
     fleet: FleetSettings = FleetSettings()
+    drain: DrainSettings = DrainSettings()
     tenants: TenantSettings = TenantSettings()
 
     def replica_urls(self) -> dict[ReplicaId, str]:

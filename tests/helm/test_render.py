@@ -23,7 +23,7 @@ from cartridge_proto.names import (
     REDIS_USER_GATEWAY,
     redis_user_of_engine,
 )
-from cartridge_router.settings import load_settings
+from cartridge_router.settings import Settings, load_settings
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "cartridge-router"
 CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
@@ -411,6 +411,13 @@ def test_kubernetes_sets_no_settings() -> None:
     for kind in ("Deployment", "StatefulSet"):
         pod = only(render(minimal()), kind)["spec"]["template"]["spec"]
         assert pod["enableServiceLinks"] is False
+
+
+def test_the_gateway_may_end_in_its_own_time() -> None:
+    """Kubernetes waits for longer than a drain takes by default."""
+    pod = only(render(minimal()), "Deployment")["spec"]["template"]["spec"]
+    drain = Settings().drain
+    assert pod["terminationGracePeriodSeconds"] > drain.settle_s + drain.grace_s
 
 
 @pytest.mark.parametrize("case", CI_FILES, ids=lambda path: path.stem)

@@ -80,6 +80,8 @@ def running_fleet(
                 "CARTRIDGE_ROUTER_RESIDENCY_KEY": RESIDENCY_KEY,
                 "CARTRIDGE_ROUTER_CARTRIDGES__ALLOW_UNCERTIFIED_COMPOSITION": "true",
                 "CARTRIDGE_ROUTER_CARTRIDGES__REFRESH_S": "0.1",
+                "CARTRIDGE_ROUTER_DRAIN__SETTLE_S": "0",
+                "CARTRIDGE_ROUTER_DRAIN__GRACE_S": "1",
             },
         )
         builder = Builder(

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cartridge_proto.stores import LocalStore
 from cartridge_router.settings import (
     CartridgeSettings,
+    DrainSettings,
     FleetSettings,
     ForwardingSettings,
     ResidencySettings,
@@ -168,6 +169,7 @@ def quick_gateway(
         cartridges=fields.pop("cartridges", CartridgeSettings(refresh_s=0.05)),
         fleet=fields.pop("fleet", FleetSettings(probe_interval_s=0.05, num_failures=2)),
         residency=fields.pop("residency", ResidencySettings()),
+        drain=fields.pop("drain", DrainSettings(settle_s=0.0, grace_s=1.0)),
         **fields,
     )
 

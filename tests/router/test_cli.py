@@ -242,7 +242,8 @@ def test_serve_runs_until_it_is_told_to_stop(store: LocalStore, number: signal.S
     store.root.mkdir()
     command = [sys.executable, "-m", "cartridge_router", "serve", "--port", "0"]
     command += ["--store", str(store.root)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    quick = {**os.environ, "CARTRIDGE_ROUTER_DRAIN__SETTLE_S": "0"}
+    with subprocess.Popen(command, env=quick, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             ready = next(line for line in process.stderr if "ready http" in line)

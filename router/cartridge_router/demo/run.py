@@ -132,6 +132,9 @@ def _start(stack: Stack, kit: engines.EngineKit, redis: ClosedRedis, steps: _Ste
         {
             **redis.gateway_environment,
             "CARTRIDGE_ROUTER_CARTRIDGES__ALLOW_UNCERTIFIED_COMPOSITION": "true",
+            # Nobody routes to this gateway, and nobody waits for answers when the demo ends.
+            "CARTRIDGE_ROUTER_DRAIN__SETTLE_S": "0",
+            "CARTRIDGE_ROUTER_DRAIN__GRACE_S": "1",
         },
     )
 
