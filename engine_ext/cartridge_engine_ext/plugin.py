@@ -264,6 +264,7 @@ class SchedulerRuntime:
                 key=residency_key_from_environment(),
                 engine=self._engine,
                 engine_version=vllm.__version__,
+                url=settings.advertise_url,
                 lease_s=settings.lease_s,
             )
             if settings.redis_url

@@ -55,7 +55,8 @@ class ResidencyPublisher:
     """Publishes one replica's residency until `stop`.
 
     Methods only note the change and return; a thread of its own writes. `flush` waits for it.
-    The lease lives `lease_s` seconds and is renewed at a third of that.
+    The lease lives `lease_s` seconds and is renewed at a third of that; it carries `url`, where
+    gateways reach the replica's API server, if that is to be known.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ResidencyPublisher:
         key: bytes | None,
         engine: EngineIdentity,
         engine_version: str,
+        url: str | None = None,
         lease_s: float = 6.0,
     ) -> None:
         self.replica = replica
@@ -74,6 +76,7 @@ class ResidencyPublisher:
         self._key = key
         self._engine = engine
         self._engine_version = engine_version
+        self._url = url
         self._control_address: str | None = None
         self._lease_s = lease_s
         self._client = redis.Redis.from_url(
@@ -269,6 +272,7 @@ class ResidencyPublisher:
             engine_version=self._engine_version,
             control_address=self._control_address,
             is_draining=self._is_draining,
+            url=self._url,
         )
         pipeline.set(
             lease_key(self.replica), seal(registration, self._key), px=int(self._lease_s * 1000)

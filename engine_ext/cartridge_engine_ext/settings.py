@@ -15,7 +15,7 @@ from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.eviction import EvictionPolicyName
 from cartridge_proto.names import ENV_RESIDENCY_KEY, REDIS_CHANGES, residency_key
 from cartridge_proto.redis_users import InvalidLogin, with_login
-from cartridge_proto.residency import ReplicaId
+from cartridge_proto.residency import BaseUrlText, ReplicaId
 from cartridge_proto.stores import store_problem
 
 DEFAULT_DRAM_BYTES = 4 << 30
@@ -32,6 +32,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where this engine's own API server answers, for the boot self-test."""
     replica_id: str | None = None
     """Name of this replica in the fleet; default: host:port of `self_url`."""
+    advertise_url: str | None = None
+    """Where gateways reach this engine's API server, told in its lease; absent = not told."""
     api_key: str | None = None
     """Key of this engine's own API server, for the self-test."""
     redis_url: str | None = None
@@ -137,6 +139,18 @@ def _value_problems(values: dict[str, Any]) -> list[str]:
     # Written so that NaN is out of range too.
     if "lease_s" in values and not 1 <= values["lease_s"] <= MAX_LEASE_S:
         problems.append(f"lease_s: {values['lease_s']} must be from 1 to {MAX_LEASE_S}")
+    return problems + _address_problems(values)
+
+
+def _address_problems(values: dict[str, Any]) -> list[str]:
+    """Problems with how others know this engine."""
+    problems = []
+    if values.get("advertise_url") is not None:
+        try:
+            msgspec.convert(values["advertise_url"], BaseUrlText)
+        except msgspec.ValidationError:
+            shown = values["advertise_url"][:80]
+            problems.append(f"advertise_url: {shown!r} is not http(s)://host:port")
     if "self_url" not in values:
         return problems
     url = urlsplit(values["self_url"])

@@ -58,6 +58,7 @@ def parse_arguments(argv: list[str] | None = None) -> ReplicaArguments:
         residency_key=key.encode() if key else None,
         identity=identity,
         control_address=given.control_address,
+        advertise_url=given.advertise_url,
         **{name: getattr(given, name) for name in (*_SECONDS, *_COUNTS)},
     )
     return ReplicaArguments(host=given.host, port=given.port, engine=engine)
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--redis-url", help="without it nothing is published")
     parser.add_argument("--identity", type=Path, help="JSON of an EngineIdentity")
     parser.add_argument("--control-address", help="published, not served")
+    parser.add_argument("--advertise-url", help="published: where gateways reach this replica")
     defaults = EngineSettings(model="", replica=ReplicaId(""))
     for names, kind in ((_SECONDS, float), (_COUNTS, int)):
         for name in names:

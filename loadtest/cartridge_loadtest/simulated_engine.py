@@ -68,6 +68,8 @@ class EngineSettings:
     identity: EngineIdentity | None = None
     """`None`: taken from the first readable manifest of the store, once there is one."""
     control_address: str | None = None
+    advertise_url: str | None = None
+    """Where gateways reach it, told in its lease; `None`: not told."""
     ttft_s: float = 0.02
     prefill_s_per_token: float = 0.0005
     load_s: float = 0.02
@@ -161,6 +163,7 @@ class SimulatedEngine:
                     key=self.settings.residency_key,
                     engine=self.identity,
                     engine_version=ENGINE_VERSION,
+                    url=self.settings.advertise_url,
                     lease_s=self.settings.lease_s,
                 )
                 self._publisher.start(self.settings.control_address)

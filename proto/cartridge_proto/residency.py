@@ -1,7 +1,7 @@
 """Residency: which replica holds which artifact, at which tier, as of which boot.
 
 Owns the records engines publish and gateways mirror. Refuses to know Redis (see `codec` for bytes
-and `names` for keys) and never carries an address: addresses come from service discovery.
+and `names` for keys). Carries the address of a replica only where its operator has it advertised.
 """
 
 from enum import StrEnum
@@ -18,6 +18,14 @@ Epoch = NewType("Epoch", str)
 
 ReplicaText = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}" + END)]
 EpochText = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}" + END)]
+BaseUrlText = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?" + END,
+        max_length=256,
+    ),
+]
+"""Where a server answers, without a path, a login, or a slash at the end."""
 Sequence = Annotated[int, msgspec.Meta(ge=0)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -83,6 +91,8 @@ class Registration(_Record, frozen=True, kw_only=True):
     control_address: Annotated[str, msgspec.Meta(max_length=256)] | None
     is_draining: bool = False
     """Takes no new requests with Cartridges."""
+    url: BaseUrlText | None = None
+    """Where its API server answers, for gateways that are set to take replicas from here."""
 
 
 class ReceiptStatus(StrEnum):

@@ -57,6 +57,7 @@ def publishing(
     epoch: Epoch | None = None,
     key: bytes | None = KEY,
     lease_s: float = LONG_LEASE_S,
+    url: str | None = None,
 ) -> Iterator[ResidencyPublisher]:
     """A started publisher, stopped at the end."""
     publisher = ResidencyPublisher(
@@ -67,6 +68,7 @@ def publishing(
         engine=ENGINE,
         engine_version="0.32.0",
         lease_s=lease_s,
+        url=url,
     )
     publisher.start("127.0.0.1:9001")
     try:
@@ -158,8 +160,18 @@ def test_rows_changes_and_lease_agree(redis_url: str, reader: Reader) -> None:
         lease = reader.lease()
         assert lease is not None
         assert (lease.epoch, lease.seq, lease.engine) == (publisher.epoch, 2, ENGINE)
-        assert lease.control_address == "127.0.0.1:9001"
+        assert (lease.control_address, lease.url) == ("127.0.0.1:9001", None)
         assert reader.client.smembers(REDIS_REPLICAS) == {REPLICA.encode()}
+
+
+def test_an_address_is_told_only_if_there_is_one(redis_url: str, reader: Reader) -> None:
+    """It stands in the lease for as long as that lives."""
+    with publishing(redis_url, url="http://engine-0:8001") as publisher:
+        publisher.put(ONE, Tier.DRAM, 100)
+        assert publisher.flush(WAIT_S)
+        lease = reader.lease()
+        assert lease is not None
+        assert lease.url == "http://engine-0:8001"
 
 
 def test_a_withdrawal_is_gone_after_a_flush(redis_url: str, reader: Reader) -> None:

@@ -31,6 +31,7 @@ def test_store_and_address_are_enough(tmp_path: Path) -> None:
     assert (settings.lease_s, settings.with_weights_digest) == (6.0, True)
     optional = (settings.redis_url, settings.control_address, settings.api_key, settings.model_dir)
     assert optional == (None, None, None, None)
+    assert settings.advertise_url is None
 
 
 def test_every_setting_can_be_set(tmp_path: Path) -> None:
@@ -39,6 +40,7 @@ def test_every_setting_can_be_set(tmp_path: Path) -> None:
         "store": str(tmp_path),
         "self_url": "https://engine-0.engines:8001",
         "replica_id": "engine-0",
+        "advertise_url": "http://10.0.0.7:8001",
         "api_key": "key",
         "redis_url": "redis://redis:6379",
         "control_address": "0.0.0.0:9001",
@@ -80,6 +82,8 @@ def test_a_store_may_be_a_url(store: str) -> None:
         ("agent_socket", "/run/agent.sock", "agent_socket: '/run/agent.sock'; unix:/path"),
         ("pinned_bytes", -1, "pinned_bytes: -1 must be from 0"),
         ("eviction_policy", "fifo", "eviction_policy: Invalid enum value 'fifo'"),
+        ("advertise_url", "engine:8001", "advertise_url: 'engine:8001' is not http(s)://host:port"),
+        ("advertise_url", "http://e:1/v1", "advertise_url: 'http://e:1/v1' is not"),
         ("dram_bytes", 0, "dram_bytes: 0 must be above 0"),
         ("num_loaders", -1, "num_loaders: -1 must be above 0"),
         ("lease_s", 0.5, "lease_s: 0.5 must be from 1 to 3600"),

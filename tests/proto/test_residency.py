@@ -78,6 +78,7 @@ registrations = st.builds(
     engine=st.just(engine_of(sample_artifact()[0])),
     engine_version=st.text(st.characters(codec="ascii"), max_size=64),
     control_address=st.none() | st.text("abc.:0123", max_size=256),
+    url=st.none() | st.from_regex(r"https?://[a-z0-9.-]{1,200}(:[0-9]{1,5})?", fullmatch=True),
 )
 records = residency_records | changes | receipts | registrations
 SAMPLE = ResidencyRecord(
