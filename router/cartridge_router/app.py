@@ -5,8 +5,10 @@ Owns the start and the end of every task and connection. Refuses request logic.
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 
 import aiohttp
 from aiohttp import web
@@ -16,12 +18,18 @@ from opentelemetry import trace
 from cartridge_policies import POLICIES
 from cartridge_policies.cost import CostPriors
 from cartridge_policies.types import MapMode
+from cartridge_proto.names import ENV_RESIDENCY_KEY
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReceiptStatus, ReplicaId
 from cartridge_proto.stores import open_store
 from cartridge_router.api import Api, Services, around_handlers, closing_when_draining
 from cartridge_router.catalog import Catalog
+from cartridge_router.discovery import Channel
+from cartridge_router.discovery.dns_name import DnsName
+from cartridge_router.discovery.registrations import Registrations
+from cartridge_router.discovery.watched_file import WatchedFile
 from cartridge_router.doors import Doors, most_connections
 from cartridge_router.drain import Drain
+from cartridge_router.errors import ConfigurationError
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder, reuse_trace
 from cartridge_router.limits import Limits
@@ -147,6 +155,7 @@ def _construct(
         on_gone=metrics.forget,
     )
     fleet.set_all(Source.SETTINGS, settings.replica_urls())
+    sources = _construct_sources(settings, key, fleet, residency, metrics)
     signing_keys = None
     if settings.tenants.jwks_url is not None:
         signing_keys = SigningKeys(settings.tenants.jwks_url, session)
@@ -203,7 +212,7 @@ def _construct(
             metrics.mispredictions.labels(predicted.value, served.value).inc()
         receipts.note(receipt)
 
-    jobs: list[Job] = [fleet.watch, catalog.run]
+    jobs: list[Job] = [*sources, fleet.watch, catalog.run]
     if login.files:
         failed = metrics.reload_failures.labels("engines")
         renewed = Renewed("engines", login.files, login.renew, failed.inc)
@@ -216,6 +225,36 @@ def _construct(
     if signing_keys is not None:
         jobs.append(signing_keys.run)
     return services, jobs
+
+
+def _construct_sources(
+    settings: Settings, key: bytes | None, fleet: Fleet, residency: ResidencyMap, metrics: Metrics
+) -> list[Job]:
+    """What keeps the fleet as its sources list it.
+
+    Raises:
+        ConfigurationError: whoever can write to Redis could draw the requests of all clients.
+    """
+    wanted, jobs = settings.fleet, list[Job]()
+
+    def channel(source: Source) -> Channel:
+        return Channel(
+            on_listed=functools.partial(fleet.set_all, source),
+            on_failed=metrics.discovery_failures.labels(source.value).inc,
+        )
+
+    if wanted.file is not None:
+        file = WatchedFile(Path(wanted.file), channel(Source.FILE), poll_s=wanted.file_poll_s)
+        jobs.append(file.run)
+    if wanted.dns is not None:
+        name = DnsName(wanted.dns, channel(Source.DNS), refresh_s=wanted.dns_refresh_s)
+        jobs.append(name.run)
+    if wanted.from_registrations:
+        if key is None:
+            problem = f"fleet.from_registrations: needs the residency key, in {ENV_RESIDENCY_KEY}"
+            raise ConfigurationError([problem])
+        jobs.append(Registrations(residency, channel(Source.REGISTRATION)).run)
+    return jobs
 
 
 async def kept_running(job: Job, pause_s: float = RESTART_S) -> None:

@@ -121,6 +121,15 @@ class ResidencyMap:
         rows = self._replicas.get(replica)
         return rows.registration if rows is not None else None
 
+    @property
+    def urls(self) -> dict[ReplicaId, str]:
+        """Where live replicas answer that say so."""
+        return {
+            replica: rows.registration.url
+            for replica, rows in self._replicas.items()
+            if rows.registration.url is not None
+        }
+
     def holders(self, digest: Digest) -> list[tuple[ReplicaId, Tier]]:
         """Replicas on which an artifact is ready, fastest tier first."""
         found = [

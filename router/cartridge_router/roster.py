@@ -9,9 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cartridge_proto.residency import ReplicaId
+import msgspec
+
+from cartridge_proto.residency import BaseUrlText, ReplicaId, ReplicaText
 
 logger = logging.getLogger(__name__)
+
+
+class NamedReplica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One replica as people and programs write it down."""
+
+    name: ReplicaText
+    url: BaseUrlText
 
 
 class Source(StrEnum):

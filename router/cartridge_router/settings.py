@@ -37,6 +37,7 @@ which `$` lets pass, is a problem of its own."""
 
 _REPLICA = re.compile(r"(?:(?P<name>[A-Za-z0-9._-]{1,128})=)?(?P<url>https?://[^\s/?#,]+)/?")
 _ENDPOINT = re.compile(r"https?://[^\s/?#@]+:[0-9]{1,5}/?")
+_NAME_AND_PORT = re.compile(r"https?://[A-Za-z0-9._-]+:[0-9]{1,5}")
 _NOT_FROM_ENVIRONMENT = frozenset(
     {"CONFIG", "RESIDENCY_KEY", "CONTROL_TOKEN"}
     | {
@@ -48,7 +49,7 @@ _NOT_FROM_ENVIRONMENT = frozenset(
 
 
 _TEXTS = frozenset(
-    {"host", "redis_url", "store", "tenant", "policy"}
+    {"dns", "file", "host", "redis_url", "store", "tenant", "policy"}
     | {"format", "level", "otlp_endpoint", "cert_file", "key_file", "client_ca_file", "ca_file"}
     | {"api_key_file", "keys_file", "jwks_url", "issuer", "audience", "tenant_claim"}
 )
@@ -106,8 +107,16 @@ class ResidencySettings(_Section, frozen=True, kw_only=True):
 
 
 class FleetSettings(_Section, frozen=True, kw_only=True):
-    """How replicas are watched."""
+    """Where replicas come from beside `replicas`, and how they are watched."""
 
+    file: str | None = None
+    """YAML or JSON list of {name, url}, read again when it changes."""
+    file_poll_s: PositiveSeconds = 1.0
+    dns: str | None = None
+    """http(s)://name:port; every address of the name is a replica, named address:port."""
+    dns_refresh_s: PositiveSeconds = 5.0
+    from_registrations: bool = False
+    """Take in engines whose lease in Redis says where they answer; needs the residency key."""
     probe_interval_s: PositiveSeconds = 0.5
     probe_timeout_s: PositiveSeconds = 2.0
     num_failures: PositiveCount = 2
@@ -364,7 +373,16 @@ def _cross_checks(settings: Settings) -> list[str]:
         problems.append("tls.client_ca_file: goes with tls.cert_file")
     if settings.residency.fallback_after_s < settings.residency.stale_after_s:
         problems.append("residency.fallback_after_s: must not be below residency.stale_after_s")
-    return problems + _tenant_problems(settings)
+    return problems + _tenant_problems(settings) + _fleet_problems(settings)
+
+
+def _fleet_problems(settings: Settings) -> list[str]:
+    problems = []
+    if settings.fleet.from_registrations and settings.redis_url is None:
+        problems.append("fleet.from_registrations: needs redis_url")
+    if settings.fleet.dns is not None and not _NAME_AND_PORT.fullmatch(settings.fleet.dns):
+        problems.append(f"fleet.dns: {settings.fleet.dns!r} is not http(s)://name:port")
+    return problems
 
 
 def _tenant_problems(settings: Settings) -> list[str]:

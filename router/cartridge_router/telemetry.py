@@ -124,6 +124,12 @@ class Metrics:
             ["predicted", "served"],
             registry=registry,
         )
+        self.discovery_failures = Counter(
+            names.METRIC_DISCOVERY_FAILURES,
+            "Times that a source of replicas could not be read; its last list stayed.",
+            ["source"],
+            registry=registry,
+        )
         self._replicas = Gauge(
             names.METRIC_REPLICAS,
             "Replicas that may get requests, by who lists them.",

@@ -298,3 +298,19 @@ def test_a_login_of_the_environment_enters_the_url_of_redis(tmp_path: Path) -> N
     missing = {"CARTRIDGE_ROUTER_REDIS_PASSWORD_FILE": str(tmp_path / "absent")}
     (problem,) = problems_of(environment=missing, flags={"redis_url": "redis://host"})
     assert problem.startswith("redis_url: CARTRIDGE_ROUTER_REDIS_PASSWORD_FILE: ")
+
+
+@pytest.mark.parametrize(
+    "url", ["engines:8001", "http://engines", "http://engines:8001/", "ftp://e:1", "http://:1"]
+)
+def test_a_dns_name_has_a_scheme_and_a_port(tmp_path: Path, url: str) -> None:
+    """What is behind it is not guessed."""
+    (problem,) = problems_of(written(tmp_path, {"fleet": {"dns": url}}))
+    assert problem.startswith("fleet.dns: ")
+
+
+def test_registrations_come_through_redis(tmp_path: Path) -> None:
+    """Without its address there are none."""
+    file = written(tmp_path, {"fleet": {"from_registrations": True}})
+    assert problems_of(file) == ["fleet.from_registrations: needs redis_url"]
+    load_settings(file, {"CARTRIDGE_ROUTER_REDIS_URL": "redis://localhost"}, {})
