@@ -39,7 +39,7 @@ from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
 from cartridge_router.roster import Source
 from cartridge_router.selection import Selector
-from cartridge_router.settings import Settings
+from cartridge_router.settings import KubernetesSettings, Settings
 from cartridge_router.signing_keys import SigningKeys
 from cartridge_router.telemetry import SERVICE, Metrics, otlp_provider
 from cartridge_router.tenants import Tenants
@@ -233,7 +233,7 @@ def _construct_sources(
     """What keeps the fleet as its sources list it.
 
     Raises:
-        ConfigurationError: whoever can write to Redis could draw the requests of all clients.
+        ConfigurationError: a source needs what is not there.
     """
     wanted, jobs = settings.fleet, list[Job]()
 
@@ -249,12 +249,34 @@ def _construct_sources(
     if wanted.dns is not None:
         name = DnsName(wanted.dns, channel(Source.DNS), refresh_s=wanted.dns_refresh_s)
         jobs.append(name.run)
+    if wanted.kubernetes.service is not None:
+        jobs.append(_endpoint_slices(wanted.kubernetes, channel(Source.KUBERNETES)))
     if wanted.from_registrations:
         if key is None:
+            # Whoever can write to Redis could draw the requests of all clients.
             problem = f"fleet.from_registrations: needs the residency key, in {ENV_RESIDENCY_KEY}"
             raise ConfigurationError([problem])
         jobs.append(Registrations(residency, channel(Source.REGISTRATION)).run)
     return jobs
+
+
+def _endpoint_slices(settings: KubernetesSettings, channel: Channel) -> Job:
+    try:
+        # Slow to import, and an extra.
+        from cartridge_router.discovery.endpoint_slices import EndpointSlices, Service
+    except ModuleNotFoundError as error:
+        problem = "fleet.kubernetes: needs pip install 'cartridge-router[kubernetes]'"
+        raise ConfigurationError([problem]) from error
+    assert settings.service is not None  # noqa: S101 - else nobody asks
+    assert settings.namespace is not None  # noqa: S101 - checked with the settings
+    service = Service(
+        namespace=settings.namespace,
+        name=settings.service,
+        port_name=settings.port_name,
+        scheme=settings.scheme,
+        kubeconfig=settings.kubeconfig,
+    )
+    return EndpointSlices(service, channel).run
 
 
 async def kept_running(job: Job, pause_s: float = RESTART_S) -> None:

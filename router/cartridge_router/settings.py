@@ -52,6 +52,7 @@ _TEXTS = frozenset(
     {"dns", "file", "host", "redis_url", "store", "tenant", "policy"}
     | {"format", "level", "otlp_endpoint", "cert_file", "key_file", "client_ca_file", "ca_file"}
     | {"api_key_file", "keys_file", "jwks_url", "issuer", "audience", "tenant_claim"}
+    | {"kubeconfig", "namespace", "port_name", "service"}
 )
 """Settings that are texts, whatever a variable's value looks like."""
 
@@ -106,6 +107,19 @@ class ResidencySettings(_Section, frozen=True, kw_only=True):
     """Age from which there is no map."""
 
 
+class KubernetesSettings(_Section, frozen=True, kw_only=True):
+    """A Service whose ready endpoints are replicas, each named for its pod."""
+
+    service: str | None = None
+    """Its name; absent = none. Needs the right to list and watch EndpointSlices."""
+    namespace: str | None = None
+    port_name: str = "http"
+    """Name of its port; empty for a port without a name."""
+    scheme: Literal["http", "https"] = "http"
+    kubeconfig: str | None = None
+    """File of a gateway outside of the cluster; absent = the pod's own service account."""
+
+
 class FleetSettings(_Section, frozen=True, kw_only=True):
     """Where replicas come from beside `replicas`, and how they are watched."""
 
@@ -115,6 +129,7 @@ class FleetSettings(_Section, frozen=True, kw_only=True):
     dns: str | None = None
     """http(s)://name:port; every address of the name is a replica, named address:port."""
     dns_refresh_s: PositiveSeconds = 5.0
+    kubernetes: KubernetesSettings = KubernetesSettings()
     from_registrations: bool = False
     """Take in engines whose lease in Redis says where they answer; needs the residency key."""
     probe_interval_s: PositiveSeconds = 0.5
@@ -380,6 +395,9 @@ def _fleet_problems(settings: Settings) -> list[str]:
     problems = []
     if settings.fleet.from_registrations and settings.redis_url is None:
         problems.append("fleet.from_registrations: needs redis_url")
+    kubernetes = settings.fleet.kubernetes
+    if kubernetes.service is not None and kubernetes.namespace is None:
+        problems.append("fleet.kubernetes.namespace: must be set with a service")
     if settings.fleet.dns is not None and not _NAME_AND_PORT.fullmatch(settings.fleet.dns):
         problems.append(f"fleet.dns: {settings.fleet.dns!r} is not http(s)://name:port")
     return problems

@@ -33,6 +33,7 @@ OTHERS = {
     "cartridge_router": [
         "aiohttp.web",
         "jwt",
+        "kubernetes.client",
         "limits.aio",
         "openai",
         "opentelemetry.trace",
@@ -94,8 +95,8 @@ def test_the_gateway_loads_nothing_heavy() -> None:
     """Importing the whole gateway brings in neither torch nor vllm nor transformers."""
     script = (
         "import sys, cartridge_router.app, cartridge_router.cli, cartridge_router.serving\n"
-        "print(sorted({'torch', 'vllm', 'transformers', 'numpy', 'cartridge_engine_ext', "
-        "'cartridge_kernels', 'cartridge_loadtest'} & set(sys.modules)))"
+        "print(sorted({'torch', 'vllm', 'transformers', 'numpy', 'kubernetes', "
+        "'cartridge_engine_ext', 'cartridge_kernels', 'cartridge_loadtest'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
