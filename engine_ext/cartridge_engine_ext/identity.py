@@ -232,11 +232,13 @@ def _number(config: dict[str, Any], key: str) -> int:
 def _read_layers(model_dir: Path) -> dict[str, Any]:
     """config.json; with what it leaves to the model's class, where layers may have a window.
 
-    Older files name no `layer_types`: which layers have a window is then a rule of the class, and
-    transformers has those rules. vLLM takes them from there as well.
+    Older files name no `layer_types`, or two rotary embeddings in a spelling of their own: what
+    that means is a rule of the class, and transformers has those rules. vLLM takes them from there.
     """
     config = _read_config(model_dir)
-    if not config.get("sliding_window") or config.get("layer_types"):
+    has_unnamed_windows = config.get("sliding_window") and not config.get("layer_types")
+    has_unnamed_ropes = "rope_local_base_freq" in config and "rope_parameters" not in config
+    if not (has_unnamed_windows or has_unnamed_ropes):
         return config
     try:
         known = transformers.AutoConfig.from_pretrained(model_dir).get_text_config()

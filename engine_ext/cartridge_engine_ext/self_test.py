@@ -4,6 +4,7 @@ Owns the test's prompts, tolerances and verdict. Refuses to pass an engine whose
 right from wrong: a prefix without its last position must be noticed.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -170,8 +171,9 @@ def _find_immovable(
 
     `keys` are of one token again and again. Attention over equal values gives that value, however
     it weighs them, so in every layer all positions hold the same but for the rotation: the first
-    key, moved, must be each of the others. This proves the frequencies of each layer, their
-    scaling, which channels are paired, and that the layer has a rotary embedding at all.
+    key, moved, must be each of the others. This proves which channels of each layer are paired,
+    that it is rotated at all, and all frequencies that turn within so many positions; those that
+    hardly do are taken from the model's files.
     """
     tolerances = RELATIVE_KEY_TOLERANCES[dtype], DEEP_KEY_TOLERANCES[dtype]
     for layer, engines in enumerate(keys):
@@ -180,7 +182,7 @@ def _find_immovable(
             ours = relocate(layer, engines[:, :1], position)
             theirs = engines[:, position : position + 1].to(torch.float32)
             difference = float((ours.to(torch.float32) - theirs).abs().max())
-            if difference > tolerances[layer > 0] * largest:
+            if not difference <= tolerances[layer > 0] * largest:  # also where it is no number
                 return (
                     f"a key of layer {layer}, moved by {position} positions, differs by "
                     f"{difference:.2e} from the engine's own (largest {largest:.2e})"
@@ -189,7 +191,8 @@ def _find_immovable(
 
 
 def _difference(one: Answer, other: Answer) -> float:
-    if one.token_ids != other.token_ids:
+    numbers = one.logprobs + other.logprobs
+    if one.token_ids != other.token_ids or not all(map(math.isfinite, numbers)):
         return float("inf")
     return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
 

@@ -149,7 +149,7 @@ class Api:
                 )
                 exchange.headers |= await self._services.limits.spend(tenant, parsed.num_tokens)
                 selection = self._services.selector.select(parsed, tenant.name)
-                placement = self._services.placer.place(parsed, selection)
+                placement = self._services.placer.place(parsed, selection, must_ask_all=is_lookup)
                 _describe(span, parsed, selection, placement)
                 outgoing = self._outgoing(request, tenant, parsed, selection, placement, request_id)
                 overhead_s = time.monotonic() - read_s
@@ -220,6 +220,7 @@ class Api:
             replicas=tuple(candidate.replica for candidate in placement.decision.ranking),
             composition=selection.composition,
             is_lookup=_STORED.fullmatch(request.path) is not None,
+            num_openers=DIALECTS[parsed.route].num_openers * parsed.num_choices,
             tiers=placement.tiers,
         )
 
@@ -266,8 +267,9 @@ class Api:
     async def explain(self, request: web.Request, tenant: Tenant) -> web.Response:
         """The dry run: the same steps, nothing forwarded; all terms for all replicas."""
         route = _explained_route(request)
-        data = await self._read_body(request)
-        parsed = parse_request(route, data, request.headers, is_trusted=tenant.is_trusted)
+        with self._services.limits.in_flight(tenant):
+            data = await self._read_body(request)
+            parsed = parse_request(route, data, request.headers, is_trusted=tenant.is_trusted)
         selection = self._services.selector.select(parsed, tenant.name)
         placement = self._services.placer.place(parsed, selection)
         return json_response(
@@ -462,7 +464,7 @@ def around_handlers(doors: Doors) -> Middleware:
     async def around(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        with doors.request(request.transport):
+        with doors.request(request.transport, request.content):
             try:
                 return await handler(request)
             except web.HTTPNotFound:

@@ -98,22 +98,26 @@ async def running_services(
         endpoint = settings.telemetry.otlp_endpoint
         traces = await asyncio.to_thread(otlp_provider, endpoint) if endpoint else None
         tracer = (traces or trace.get_tracer_provider()).get_tracer(SERVICE)
-        services, jobs = _construct(settings, key, session, login, tracer, drain)
-        await services.tenants.read_first()
-        await services.catalog.read_first()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_LOOK_S):
-                await asyncio.gather(*(services.fleet.probe(r) for r in services.fleet.replicas))
-        running = [asyncio.create_task(kept_running(job)) for job in jobs]
-        try:
-            yield services
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            services.catalog.close()
+        async with contextlib.AsyncExitStack() as stack:
             if traces is not None:
-                await asyncio.to_thread(traces.shutdown)
+                stack.push_async_callback(asyncio.to_thread, traces.shutdown)
+            services, jobs = _construct(settings, key, session, login, tracer, drain)
+            stack.callback(services.catalog.close)
+            await services.tenants.read_first()
+            await services.catalog.read_first()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_LOOK_S):
+                    looks = (services.fleet.probe(r) for r in services.fleet.replicas)
+                    await asyncio.gather(*looks)
+            running = [asyncio.create_task(kept_running(job)) for job in jobs]
+            stack.push_async_callback(_end, running)
+            yield services
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _construct(
@@ -194,6 +198,7 @@ def _construct(
             metrics=metrics,
             # Receipts come by Redis; without it there is nothing to wait for.
             receipt_wait_s=RECEIPT_WAIT_S if settings.redis_url is not None else 0.0,
+            write_timeout_s=settings.clients.write_timeout_s,
         ),
         receipts=receipts,
         metrics=metrics,
@@ -207,7 +212,8 @@ def _construct(
         served = max(
             (item.tier for item in receipt.items), key=TIERS_FASTEST_FIRST.index, default=None
         )
-        is_known = receipt.status is not ReceiptStatus.ABANDONED
+        # Of others the tiers may be a guess.
+        is_known = receipt.status is ReceiptStatus.SERVED
         if is_known and predicted is not None and served is not None and served is not predicted:
             metrics.mispredictions.labels(predicted.value, served.value).inc()
         receipts.note(receipt)
@@ -354,6 +360,7 @@ async def running_gateway(
                 listener.close()
                 if renewal is not None:
                     renewal.cancel()
+                    await asyncio.gather(renewal, return_exceptions=True)
                 await _finish(runner.server, doors, drain)
         finally:
             await runner.cleanup()

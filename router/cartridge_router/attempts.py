@@ -13,7 +13,7 @@ from cartridge_router.retry_budget import RetryBudget
 class Attempts:
     """Iterates over replicas; each but the first comes after a `go_on` that said yes.
 
-    Or after `pass_over`.
+    Or after `pass_over` or `ask_next`.
     """
 
     def __init__(self, replicas: Sequence[ReplicaId], budget: RetryBudget) -> None:
@@ -35,6 +35,11 @@ class Attempts:
                 return False
             self._has_been_pushed_back = True
         return self._budget.take()
+
+    def ask_next(self, answer: str) -> bool:
+        """Note that the present replica has not what is asked for; the next one costs nothing."""
+        self.failures.append(answer)
+        return len(self.failures) < len(self._replicas)
 
     def pass_over(self, failure: str) -> None:
         """Note why the present replica is not asked at all; the next one costs nothing."""

@@ -10,6 +10,8 @@ import resource
 from collections.abc import Callable, Iterator
 from typing import cast
 
+from aiohttp import StreamReader
+
 _BUSY_BODY = (
     b'{"error":{"message":"too many connections","type":"server_error","param":null,'
     b'"code":"too_many_connections"}}'
@@ -97,13 +99,15 @@ class Doors:
             door.abort()
 
     @contextlib.contextmanager
-    def request(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
+    def request(
+        self, transport: asyncio.BaseTransport | None, body: StreamReader
+    ) -> Iterator[None]:
         """A request whose head was read, for as long as it is answered."""
         door = self._open.get(transport) if transport is not None else None
         if door is None:
             yield
             return
-        door.begin_request()
+        door.begin_request(body)
         try:
             yield
         finally:
@@ -113,7 +117,7 @@ class Doors:
 class _Door(asyncio.Protocol):
     """Between the transport of a connection and aiohttp's protocol for it."""
 
-    __slots__ = ("_doors", "_inner", "_is_refused", "_timer", "_transport", "is_serving")
+    __slots__ = ("_body", "_doors", "_inner", "_is_refused", "_timer", "_transport", "is_serving")
 
     def __init__(self, doors: Doors, inner: asyncio.Protocol) -> None:
         self._doors = doors
@@ -123,6 +127,8 @@ class _Door(asyncio.Protocol):
         self.is_serving = False
         """Between a request's head and the end of its answer."""
         self._is_refused = False
+        self._body: StreamReader | None = None
+        """Of the last request; an answer may be out before all of it has come."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Serve the connection, or say that there are too many."""
@@ -142,7 +148,8 @@ class _Door(asyncio.Protocol):
         """Pass bytes on; the first after an answer begin another head."""
         if self._is_refused:
             return
-        if not self.is_serving and self._timer is None:
+        is_between = not self.is_serving and (self._body is None or self._body.is_eof())
+        if is_between and self._timer is None:
             self._await_head()
         self._inner.data_received(data)
 
@@ -173,8 +180,9 @@ class _Door(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def begin_request(self) -> None:
+    def begin_request(self, body: StreamReader) -> None:
         """The head has come."""
+        self._body = body
         self.is_serving = True
         self._stop_timer()
 

@@ -56,6 +56,8 @@ MAX_ERROR_BYTES = 65_536
 MAX_FIRST_BYTES = 1 << 20
 MAX_IDLE_RESETS = 3
 """Connections from the pool that may break on one request without a word."""
+IDLE_RESET_S = 1.0
+"""One that breaks later has not lain idle: the engine worked on the request."""
 
 _HOP_BY_HOP: Final = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
@@ -145,6 +147,8 @@ class Outgoing:
     composition: str | None
     is_lookup: bool
     """One replica has what is asked for, and nobody knows which: 404 is asked of the next."""
+    num_openers: int
+    """Events of a stream that come before anything is known of the answer."""
     tiers: Mapping[ReplicaId, Tier]
     """Predicted tier of the Cartridges on each replica; empty without any."""
 
@@ -180,6 +184,7 @@ class Forwarder:
         settings: ForwardingSettings,
         metrics: Metrics,
         receipt_wait_s: float,
+        write_timeout_s: float,
     ) -> None:
         self._session = session
         self._login = login
@@ -189,6 +194,7 @@ class Forwarder:
         self._metrics = metrics
         self._budget = RetryBudget(ratio=settings.retry_ratio, per_s=settings.retries_per_s)
         self._receipt_wait_s = receipt_wait_s
+        self._write_timeout_s = write_timeout_s
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=None
         )
@@ -257,11 +263,11 @@ class Forwarder:
         The next one from the pool may be another such: a few are used up.
         """
         for _ in range(MAX_IDLE_RESETS):
-            leg = _Leg()
+            leg, sent_s = _Leg(), time.monotonic()
             try:
                 return await self._send_once(request, outgoing, target, leg)
             except aiohttp.ClientConnectionError:
-                if not leg.is_reused:
+                if not leg.is_reused or time.monotonic() - sent_s > IDLE_RESET_S:
                     raise
         return await self._send_once(request, outgoing, target, _Leg())
 
@@ -304,10 +310,8 @@ class Forwarder:
         if status in _FAILED and outgoing.composition is None:
             self._note_failure(replica)
             return attempts.go_on(f"{replica} answered {status}")
-        if status < http.HTTPStatus.BAD_REQUEST:
-            self._fleet.outliers.note_success(replica)
         is_elsewhere = outgoing.is_lookup and status == http.HTTPStatus.NOT_FOUND
-        return is_elsewhere and attempts.go_on(f"{replica} answered {status}")
+        return is_elsewhere and attempts.ask_next(f"{replica} answered {status}")
 
     def _note_failure(self, replica: ReplicaId) -> None:
         if self._fleet.outliers.note_failure(replica):
@@ -329,12 +333,14 @@ class Forwarder:
         replica: ReplicaId,
     ) -> web.StreamResponse:
         is_stream = upstream.content_type == "text/event-stream"
+        is_good = upstream.status < http.HTTPStatus.BAD_REQUEST
         first = b""
         if outgoing.composition is not None:
             first = await self._first_bytes(upstream, outgoing, replica, is_stream=is_stream)
             if upstream.status in _FAILED or (is_stream and outgoing.dialect.has_failed(first)):
                 await self._raise_from_receipt(outgoing, replica)
                 self._note_failure(replica)
+                is_good = False
         exchange.note_first_byte(replica, outgoing.tiers.get(replica))
         response = web.StreamResponse(
             status=upstream.status,
@@ -344,14 +350,13 @@ class Forwarder:
         await response.prepare(request)
         # Nothing can be put between events of a stream that the engine has compressed.
         is_open = is_stream and "content-encoding" not in upstream.headers
-        chunk = first
+        chunk, silent_s = first, 0.0
         while True:
             if chunk:
-                await response.write(chunk)
+                await self._write(request, response, chunk)
             try:
-                chunk = await self._next_chunk(
-                    upstream, response if is_open and _is_between_events(chunk) else None
-                )
+                can_wait = is_open and _is_between_events(chunk)
+                chunk, silent_s = await self._next_chunk(upstream, silent_s, can_wait=can_wait)
             except (aiohttp.ClientError, TimeoutError) as error:
                 logger.warning("request %s: %s broke off: %r", outgoing.request_id, replica, error)
                 self._note_failure(replica)
@@ -360,6 +365,9 @@ class Forwarder:
                 return response
             if not chunk:
                 break
+        if is_good:
+            # Not before its end: a replica that breaks off each answer has answered none.
+            self._fleet.outliers.note_success(replica)
         await response.write_eof()
         return response
 
@@ -380,8 +388,8 @@ class Forwarder:
             async with asyncio.timeout(self._settings.first_byte_timeout_s):
                 if is_stream:
                     first = b""
-                    num_events = outgoing.dialect.num_openers + 1
-                    while first.count(b"\n\n") < num_events and len(first) < MAX_FIRST_BYTES:
+                    num_events = outgoing.num_openers + 1
+                    while _num_events(first) < num_events and len(first) < MAX_FIRST_BYTES:
                         chunk = await upstream.content.readany()
                         if not chunk:
                             break
@@ -399,27 +407,40 @@ class Forwarder:
         return b""
 
     async def _next_chunk(
-        self, upstream: aiohttp.ClientResponse, idle: web.StreamResponse | None
-    ) -> bytes:
-        """The next bytes; while there are none, a comment now and then to `idle`.
+        self, upstream: aiohttp.ClientResponse, silent_s: float, *, can_wait: bool
+    ) -> tuple[bytes, float]:
+        """The next bytes and 0; or, if `can_wait`, a comment, and for how long nothing came.
 
         Raises:
             TimeoutError: none came within `idle_timeout_s`.
         """
-        left_s = self._settings.idle_timeout_s
-        while idle is not None and left_s > self._settings.keep_alive_s:
-            try:
-                async with asyncio.timeout(self._settings.keep_alive_s):
-                    return await upstream.content.readany()
-            except TimeoutError:
-                left_s -= self._settings.keep_alive_s
-                await idle.write(_KEEP_ALIVE)
-        async with asyncio.timeout(left_s):
-            return await upstream.content.readany()
+        left_s = self._settings.idle_timeout_s - silent_s
+        wait_s = min(left_s, self._settings.keep_alive_s) if can_wait else left_s
+        try:
+            async with asyncio.timeout(wait_s):
+                return await upstream.content.readany(), 0.0
+        except TimeoutError:
+            if wait_s >= left_s:
+                raise
+        return _KEEP_ALIVE, silent_s + wait_s
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        """Send to the client, which must read some of it in time.
+
+        Raises:
+            ConnectionResetError: it does not, or is gone.
+        """
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await response.write(data)
+        except TimeoutError as error:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client does not read its answer") from error
 
     async def _raise_from_receipt(self, outgoing: Outgoing, replica: ReplicaId) -> None:
         """Turn an engine's failure into the reason it gave; returns when it gave none."""
-        receipt = await self._receipts.wait(outgoing.request_id, self._receipt_wait_s)
+        receipt = await self._receipts.wait(outgoing.request_id, replica, self._receipt_wait_s)
         if receipt is None or receipt.status is not ReceiptStatus.FAILED or receipt.reason is None:
             return
         error = _ERROR_OF_REASON.get(receipt.reason, CartridgeNotServed)
@@ -427,6 +448,10 @@ class Forwarder:
         if receipt.reason in _ITS_OWN:
             raise _Failed(text, error(text))
         raise error(text)
+
+
+def _num_events(data: bytes) -> int:
+    return sum(data.count(end) for end in _EVENT_ENDS)
 
 
 def _is_between_events(chunk: bytes) -> bool:

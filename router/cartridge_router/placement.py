@@ -97,8 +97,10 @@ class Placer:
         self._max_in_flight = max_in_flight
         self._ticks = itertools.count()
 
-    def place(self, request: ParsedRequest, selection: Selection) -> Placement:
-        """Choose a replica.
+    def place(
+        self, request: ParsedRequest, selection: Selection, *, must_ask_all: bool = False
+    ) -> Placement:
+        """Choose a replica; with `must_ask_all` also those that are better left alone.
 
         Raises:
             UnknownModel: no replica serves the model.
@@ -114,7 +116,8 @@ class Placer:
             except _Hindrance as hindrance:
                 hindrances[replica.replica] = hindrance
         refusals = {name: hindrance.text for name, hindrance in hindrances.items()}
-        refusals |= self._outliers(refusals)
+        if not must_ask_all:
+            refusals |= self._outliers(refusals)
         views = [
             self._view(replica, selection, refusals.get(replica.replica))
             for replica in self._fleet.replicas

@@ -6,7 +6,7 @@ Owns the last receipts, the predictions, and who waits. Refuses to grow: the old
 import asyncio
 from collections import OrderedDict
 
-from cartridge_proto.residency import Receipt, Tier
+from cartridge_proto.residency import Receipt, ReplicaId, Tier
 
 MAX_RECEIPTS = 4096
 
@@ -42,19 +42,28 @@ class ReceiptBook:
         """The receipt of a request, if it came."""
         return self._receipts.get(request_id)
 
-    async def wait(self, request_id: str, timeout_s: float) -> Receipt | None:
-        """The receipt of a request, waiting a little for it; `None` if it does not come."""
-        receipt = self.find(request_id)
-        if receipt is not None:
-            return receipt
+    async def wait(self, request_id: str, replica: ReplicaId, timeout_s: float) -> Receipt | None:
+        """A replica's receipt of a request, waiting a little for it; `None` if it does not come.
+
+        Another replica may have had the request before, and failed it for a reason of its own.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    receipt = self.find(request_id)
+                    if receipt is not None and receipt.replica == replica:
+                        return receipt
+                    await self._next(request_id)
+        except TimeoutError:
+            return None
+
+    async def _next(self, request_id: str) -> None:
+        """Wait for the next receipt of a request."""
         waiter: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
         waiters = self._waiters.setdefault(request_id, set())
         waiters.add(waiter)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await waiter
-        except TimeoutError:
-            return None
+            await waiter
         finally:
             waiters.discard(waiter)
             if not waiters and self._waiters.get(request_id) is waiters:

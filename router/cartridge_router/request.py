@@ -3,8 +3,8 @@
 Owns the fields the gateway knows. Refuses to know any other: they pass as bytes.
 """
 
-import email
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -38,6 +38,7 @@ MAX_CARTRIDGE_ID_CHARS = 257
 BYTES_PER_TOKEN = 4
 """Rough length of a token in a JSON body, for the prefill estimate."""
 MAX_ESTIMATE_TOKENS = 1 << 53
+MAX_CHOICES = 128
 
 _TAKEN_OUT = (
     FIELD_KV_TRANSFER_PARAMS,
@@ -50,7 +51,14 @@ _TAKEN_OUT = (
 """Say how an engine works; without them it answers the same question."""
 _REFUSED = (FIELD_PROMPT_EMBEDS, FIELD_CHAT_TEMPLATE)
 """Say what the model reads; without them it would answer another question."""
+_LIST_OF = re.compile(rb'\[[ \t\r\n]*(["\[])')
+"""A list of texts or of lists."""
 _FORM = "multipart/form-data"
+_BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE)
+_PART_NAME = re.compile(rb'content-disposition:[^\r\n]*?[; ]name="([^"\r\n]*)"', re.IGNORECASE)
+MAX_FORM_PARTS = 100
+MAX_PART_HEAD_BYTES = 4096
+"""Of a form's part, and of a text in it."""
 
 
 class Route(StrEnum):
@@ -90,6 +98,8 @@ class ParsedRequest:
     """Estimate from the body's size."""
     num_output_tokens: int
     """Longest answer that the request allows; 0 where it sets no limit."""
+    num_choices: int = 1
+    """Answers that are asked for (`n`)."""
 
     @property
     def num_tokens(self) -> int:
@@ -147,16 +157,32 @@ def parse_request(
         cartridge_ids=cartridge_ids,
         num_live_tokens=len(data) // BYTES_PER_TOKEN,
         num_output_tokens=_num_output_tokens(fields, body),
+        num_choices=int(min(max(1.0, fields.n or 1.0), MAX_CHOICES)),
     )
 
 
 def _form_field(data: bytes, content_type: str, name: str) -> str:
-    """A text field of a form (audio comes in one); empty when there is none."""
-    head = f"Content-Type: {content_type}\r\n\r\n".encode("utf-8", "surrogateescape")
-    for part in email.message_from_bytes(head + data).walk():
-        if part.get_param("name", header="content-disposition") == name:
-            value = part.get_payload(decode=True)
-            return value.decode("utf-8", "replace").strip() if isinstance(value, bytes) else ""
+    """A text field of a form (audio comes in one); empty when there is none.
+
+    Looks at the heads of parts only: a file of many megabytes is passed over, not parsed.
+    """
+    match = _BOUNDARY.search(content_type)
+    if match is None:
+        return ""
+    delimiter = b"--" + (match[1] or match[2]).encode("utf-8", "surrogateescape")
+    begin = data.find(delimiter)
+    for _ in range(MAX_FORM_PARTS):
+        head_begin = begin + len(delimiter)
+        head_end = data.find(b"\r\n\r\n", head_begin, head_begin + MAX_PART_HEAD_BYTES)
+        if begin < 0 or head_end < 0:
+            break
+        end = data.find(b"\r\n" + delimiter, head_end)
+        named = _PART_NAME.search(data, head_begin, head_end)
+        if named is not None and named[1] == name.encode() and head_end < end:
+            return data[head_end + 4 : min(end, head_end + MAX_PART_HEAD_BYTES)].decode(
+                "utf-8", "replace"
+            )
+        begin = end + 2 if end >= 0 else end
     return ""
 
 
@@ -176,11 +202,16 @@ def _num_output_tokens(fields: _Fields, body: JsonBody) -> int:
 def _num_prompts(body: JsonBody) -> int:
     """How many prompts a completion has: a list of texts or of lists of token ids has many."""
     prompt = body.members.get(FIELD_PROMPT)
-    if prompt is None or prompt.value[:1] != b"[":
+    kind = None if prompt is None else _LIST_OF.match(prompt.value)
+    if prompt is None or kind is None:
         return 1
-    parts = msgspec.json.decode(prompt.value, type=list[msgspec.Raw])
-    is_token_ids = not parts or bytes(parts[0])[:1] not in (b'"', b"[")
-    return 1 if is_token_ids else len(parts)
+    if kind[1] == b"[":
+        # Lists of ids have no other brackets in them.
+        return prompt.value.count(b"[") - 1
+    try:
+        return len(msgspec.json.decode(prompt.value, type=list[str]))
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{FIELD_PROMPT}: {error}", param=FIELD_PROMPT) from error
 
 
 def _cartridge_ids(field: list[str] | None, header: str | None) -> tuple[str, ...] | None:

@@ -165,6 +165,8 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     """How long a connection may lie idle between requests."""
     max_connections: PositiveCount | None = None
     """More are answered 503; absent = nearly half of the process's open-file limit."""
+    write_timeout_s: PositiveSeconds = 300.0
+    """How long a client may read nothing of an answer that waits for it."""
     write_buffer_bytes: PositiveCount = 16_384
     """Of an answer that wait in memory for a client that does not read."""
 

@@ -41,13 +41,16 @@ class Renewed:
         self._files = files
         self._renew = renew
         self._on_failure = on_failure
+        self._watch: FileWatch | None = None
 
     async def run(self) -> None:
         """Look at the files until cancelled."""
-        watch = await asyncio.to_thread(FileWatch, self._files)
+        # Kept over a new start of this job: no change goes unseen.
+        if self._watch is None:
+            self._watch = await asyncio.to_thread(FileWatch, self._files)
         while True:
             await asyncio.sleep(REFRESH_S)
-            if await asyncio.to_thread(watch.has_changed):
+            if await asyncio.to_thread(self._watch.has_changed):
                 await asyncio.to_thread(self._take)
 
     def _take(self) -> None:
@@ -98,6 +101,10 @@ class ServerTls:
         if settings.client_ca_file is not None:
             _load_authorities(context, "tls.client_ca_file", settings.client_ca_file)
             context.verify_mode = ssl.CERT_REQUIRED
+            # A session that is resumed is not verified again: an authority that is no longer
+            # believed would let its clients in. Without tickets TLS 1.3 resumes none.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.num_tickets = 0
         return context
 
     def _choose(
@@ -154,8 +161,8 @@ def _load_certificate(
     context: ssl.SSLContext, section: str, cert_file: str, key_file: str | None
 ) -> None:
     try:
-        context.load_cert_chain(cert_file, key_file)
-    except (OSError, ssl.SSLError) as error:
+        context.load_cert_chain(cert_file, key_file, password=_no_password)
+    except (OSError, ssl.SSLError, ValueError) as error:
         raise ConfigurationError([f"{section}.cert_file, key_file: {error}"]) from error
 
 
@@ -164,6 +171,11 @@ def _load_authorities(context: ssl.SSLContext, name: str, file: str) -> None:
         context.load_verify_locations(file)
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError([f"{name}: {error}"]) from error
+
+
+def _no_password() -> str:
+    """OpenSSL would ask for one on the terminal."""
+    raise ValueError("the key is encrypted, and nobody is there to give its password")
 
 
 def _read_key(file: Path) -> str:

@@ -307,6 +307,22 @@ def test_the_older_spelling_of_two_ropes_is_the_same(tmp_path: Path) -> None:
     }
 
 
+def test_layer_types_do_not_hide_the_older_spelling(tmp_path: Path) -> None:
+    """Files of a time between have `layer_types`, and the ropes as before."""
+    model_dir = folder(
+        tmp_path,
+        model_type="gemma3_text",
+        sliding_window=128,
+        layer_types=KINDS_OF_ROPE["layer_types"],
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+    )
+    rope = identity.rope(model_dir)
+    assert (rope.type, rope.theta) == ("per_layer_kind", 1e6)
+    assert rope.scaling is not None
+    assert rope.scaling["sliding"]["theta"] == 1e4
+
+
 def test_kinds_that_rotate_different_parts_are_refused(tmp_path: Path) -> None:
     """The manifest has one number of rotated channels."""
     parameters = {

@@ -197,6 +197,22 @@ def test_a_wrong_engine_fails(damage: Damage) -> None:
         FakeEngine(damage=damage).run()
 
 
+def no_number(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values that are no numbers."""
+    return key, value * torch.nan
+
+
+def test_what_is_no_number_passes_nothing() -> None:
+    """A comparison with NaN is false both ways: neither is a pass."""
+    with pytest.raises(SelfTestFailed, match="injected prefix"):
+        FakeEngine(damage=no_number).run()
+
+    def lost(layer: int, keys: torch.Tensor, num_positions: int) -> torch.Tensor:
+        return keys * torch.nan
+
+    assert FakeEngine(relocate=lost).run().immovable is not None
+
+
 def test_an_oracle_that_cannot_notice_damage_fails() -> None:
     """An engine whose answers do not depend on the prefix proves nothing, and does not pass."""
     with pytest.raises(SelfTestFailed, match="without its last position gave the same answer"):

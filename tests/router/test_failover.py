@@ -1,9 +1,10 @@
 """Failover on real sockets: who is asked next, who is left alone, and what a client sees of it."""
 
 import asyncio
+import contextlib
 import gzip
-import time
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -171,6 +172,30 @@ async def test_five_failures_in_a_row_eject_a_replica(
     assert [row["replica"] for row in explained["placement"]["candidates"]] == ["r1"]
 
 
+async def test_answers_that_break_off_are_failures_in_a_row(
+    start_stub: StartStub, start_gateway: StartGateway
+) -> None:
+    """Each began with 200; the one replica that ends its answers stays."""
+
+    async def die(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    stubs = [await start_stub(die), await start_stub(answer_ok)]
+    names = [f"r{index}={stub.url}" for index, stub in enumerate(stubs)]
+    gateway = await start_gateway(quick_gateway(*names))
+    for _ in range(20):
+        async with gateway.session.post(gateway.url + CHAT, data=ODD_BODY) as response:
+            with contextlib.suppress(aiohttp.ClientPayloadError):
+                await response.read()
+    assert len(stubs[0].bodies) == 5
+    assert await gateway.metric("cartridge_router_ejections_total", replica="r0") == 1
+
+
 async def test_a_fleet_that_fails_as_a_whole_is_asked_on(
     start_stub: StartStub, start_gateway: StartGateway
 ) -> None:
@@ -182,40 +207,75 @@ async def test_a_fleet_that_fails_as_a_whole_is_asked_on(
     assert await gateway.metric("cartridge_router_ejections_total") == 0
 
 
-async def test_a_hung_engine_loses_new_traffic_within_two_seconds(
+async def test_a_hung_engine_loses_new_traffic(
     start_stub: StartStub, start_gateway: StartGateway
 ) -> None:
-    """An engine that takes connections and says nothing, as one that is stopped."""
+    """An engine that takes connections and says nothing, as one that is stopped.
+
+    Long before two probes have failed: their timeout is that of a busy engine.
+    """
     stubs = [await start_stub(answer_ok) for _ in range(2)]
     names = [f"r{index}={stub.url}" for index, stub in enumerate(stubs)]
-    # The settings that operators get, without a change.
-    gateway = await start_gateway(quick_gateway(*names, fleet=FleetSettings()))
+    fleet = FleetSettings(probe_timeout_s=60.0)
+    gateway = await start_gateway(quick_gateway(*names, fleet=fleet))
     assert {(await gateway.ask()).headers["x-cartridge-replica"] for _ in range(4)} == {"r0", "r1"}
     stubs[0].is_hung = True
-    began_s = time.monotonic()
 
     async def is_left_alone() -> bool:
         explained = (await gateway.post("/v1/cartridges/explain", {"model": "sample"})).json
         return [row["replica"] for row in explained["placement"]["candidates"]] == ["r1"]
 
     await until_true(is_left_alone, "r0 is left alone")
-    assert time.monotonic() - began_s <= 2.0
+
+
+def test_the_settings_leave_a_hung_engine_within_two_seconds() -> None:
+    """It hangs right after a probe was answered; the next one is unanswered for long enough."""
+    fleet = FleetSettings()
+    assert fleet.probe_interval_s + fleet.suspect_after_s <= 2.0
 
 
 # --- streams -------------------------------------------------------------------------------------
 QUICK = ForwardingSettings(keep_alive_s=0.1)
+COMMENT = b": keep-alive\n\n"
 
 
 async def test_an_idle_stream_gets_comments(
     start_stub: StartStub, start_gateway: StartGateway
 ) -> None:
     """Between events, so that nobody in between thinks the stream dead; events stay as they are."""
-    stub = await start_stub(stream(b"data: 1\n\n", b"data: 2\n\n", pause_s=0.45))
+    go_on = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        await go_on.wait()
+        await response.write(b"data: 2\n\n")
+        return response
+
+    stub = await start_stub(answer)
     gateway = await start_gateway(quick_gateway(stub.url, forwarding=QUICK))
     async with gateway.session.post(gateway.url + CHAT, data=ODD_BODY) as response:
-        data = await response.read()
-    assert data.count(b": keep-alive\n\n") >= 2
-    assert data.replace(b": keep-alive\n\n", b"") == b"data: 1\n\ndata: 2\n\n"
+        data = b""
+        async with asyncio.timeout(10):
+            while data.count(COMMENT) < 2:
+                data += await response.content.readany()
+        go_on.set()
+        data += await response.read()
+    assert data.replace(COMMENT, b"") == b"data: 1\n\ndata: 2\n\n"
+
+
+async def test_comments_do_not_prolong_a_silence(
+    start_stub: StartStub, start_gateway: StartGateway
+) -> None:
+    """After `idle_timeout_s` it is ended, however many comments went out."""
+    forwarding = ForwardingSettings(keep_alive_s=0.05, idle_timeout_s=0.4)
+    stub = await start_stub(stream(b"data: 1\n\n", b"data: 2\n\n", pause_s=60.0))
+    gateway = await start_gateway(quick_gateway(stub.url, forwarding=forwarding))
+    async with gateway.session.post(gateway.url + CHAT, data=ODD_BODY) as response:
+        data = await read_until_broken_off(response)
+    assert 1 <= data.count(COMMENT) <= 8
+    assert b"upstream_unavailable" in data
 
 
 @pytest.mark.parametrize(
@@ -283,7 +343,7 @@ async def test_a_broken_answer_is_counted(
 async def test_a_client_that_leaves_while_another_replica_is_asked(
     start_stub: StartStub, start_gateway: StartGateway
 ) -> None:
-    """The second upstream connection is closed within 250 ms, and nothing stays in flight."""
+    """The second upstream connection is closed, and nothing stays in flight."""
     stubs = [await start_stub(answer_with(500)), await start_stub(never_answer)]
     names = [f"r{index}={stub.url}" for index, stub in enumerate(stubs)]
     gateway = await start_gateway(quick_gateway(*names, fleet=SELDOM))
@@ -291,8 +351,6 @@ async def test_a_client_that_leaves_while_another_replica_is_asked(
     await gateway.has_metric("cartridge_router_in_flight", 2, replica="r1")
     for task in asking:
         task.cancel()
-    began_s = time.monotonic()
     async with asyncio.timeout(10):
         await stubs[1].gone.wait()
-    assert time.monotonic() - began_s <= 0.25
     await gateway.is_idle()

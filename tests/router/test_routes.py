@@ -1,7 +1,6 @@
 """Routes: what reaches an engine of the model, and how each API's clients read errors."""
 
 import json
-from typing import Any
 
 import aiohttp
 import pytest
@@ -12,10 +11,10 @@ from cartridge_proto.stores import LocalStore
 from cartridge_router.dialects import DIALECTS
 from cartridge_router.errors import UpstreamUnavailable
 from cartridge_router.request import Route
-from cartridge_router.settings import FleetSettings
-from tests.router.gateway_client import Gateway, StartGateway, quick_gateway
+from cartridge_router.settings import FleetSettings, ForwardingSettings
+from tests.router.gateway_client import StartGateway, quick_gateway
 from tests.router.stored_cartridges import put_cartridge
-from tests.router.stub_engine import StartStub, answer_ok
+from tests.router.stub_engine import Handler, StartStub, answer_ok
 from tests.router.test_forwarding import read_until_broken_off
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -60,6 +59,62 @@ async def test_a_form_names_its_model_too(
     (body,) = stub.bodies
     assert b"\x00\xffRIFF" in body
     assert stub.requests[0].content_type == "multipart/form-data"
+
+
+@pytest.mark.parametrize("quoted", [True, False])
+async def test_only_the_heads_of_a_forms_parts_are_read(
+    quoted: bool, start_stub: StartStub, start_gateway: StartGateway
+) -> None:
+    """A file called `model`, forms within forms and a million lines mislead nobody."""
+    stub = await start_stub(answer_ok)
+    gateway = await start_gateway(quick_gateway(stub.url))
+    boundary = "b-1"
+    parts = [
+        b'Content-Disposition: form-data; name="file"; filename="model"\r\n\r\n'
+        + b"\n" * (900_000),
+        b"Content-Type: multipart/mixed; boundary=c\r\n\r\n" + b"--c\r\n" * 3000,
+        b'content-disposition: form-data; name="model"\r\n\r\nsample',
+    ]
+    body = b"".join(b"--b-1\r\n" + part + b"\r\n" for part in parts) + b"--b-1--\r\n"
+    told = (
+        f'multipart/form-data; boundary="{boundary}"'
+        if quoted
+        else (f"multipart/form-data; boundary={boundary}")
+    )
+    path = "/v1/audio/transcriptions"
+    assert (await gateway.post_bytes(path, body, {"Content-Type": told})).status == 200
+    assert stub.bodies == [body]
+    other = body.replace(b"\r\n\r\nsample", b"\r\n\r\nunheard-of")
+    assert (await gateway.post_bytes(path, other, {"Content-Type": told})).status == 404
+    for broken in (b"", b"--b-1", b"--b-1\r\n" + parts[2], b"--b-1\r\n\r\n--b-1--"):
+        # Names no model: any replica will do.
+        assert (await gateway.post_bytes(path, broken, {"Content-Type": told})).status == 200
+
+
+async def test_what_one_replica_keeps_is_found_however_often(
+    start_stub: StartStub, start_gateway: StartGateway
+) -> None:
+    """Asking around costs no retries, and one that asked to be left alone is asked as well."""
+
+    async def miss(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=404)
+
+    async def hit(request: web.Request) -> web.StreamResponse:
+        if request.method == "POST":
+            return web.Response(status=503, headers={"Retry-After": "30"})
+        return web.Response(body=b"{}")
+
+    stubs = [await start_stub(handler) for handler in (miss, miss, hit)]
+    settings = quick_gateway(
+        *(stub.url for stub in stubs),
+        forwarding=ForwardingSettings(retry_ratio=0.0, retries_per_s=0.0),
+        fleet=FleetSettings(probe_interval_s=60.0),
+    )
+    gateway = await start_gateway(settings)
+    while not stubs[2].bodies:
+        await gateway.ask()
+    for _ in range(20):
+        assert (await gateway.get("/v1/responses/resp_1")).status == 200
 
 
 async def test_what_one_replica_keeps_is_found(
@@ -145,10 +200,8 @@ async def test_a_model_can_be_asked_for(start_stub: StartStub, start_gateway: St
 
 
 # --- Cartridges ----------------------------------------------------------------------------------
-async def stub_with_cartridges(
-    start_stub: StartStub, start_gateway: StartGateway, store: LocalStore, *pieces: bytes
-) -> tuple[Any, Gateway]:
-    """A gateway without a map, over an engine that has the extension and streams these pieces."""
+def streaming(*pieces: bytes) -> Handler:
+    """An engine that has the extension, and answers with a stream of these pieces."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
@@ -158,14 +211,9 @@ async def stub_with_cartridges(
         await response.prepare(request)
         for piece in pieces:
             await response.write(piece)
-        if not pieces:
-            assert request.transport is not None
-            request.transport.abort()
         return response
 
-    stub = await start_stub(answer)
-    gateway = await start_gateway(quick_gateway(f"r0={stub.url}", store=store))
-    return stub, gateway
+    return answer
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
@@ -174,7 +222,8 @@ async def test_responses_and_messages_take_cartridges(
 ) -> None:
     """As chats do: the system turn is left out of the prompt, the message is put in."""
     put_cartridge(store)
-    stub, gateway = await stub_with_cartridges(start_stub, start_gateway, store, b"data: 1\n\n")
+    stub = await start_stub(streaming(b"data: 1\n\n"))
+    gateway = await start_gateway(quick_gateway(f"r0={stub.url}", store=store))
     body = {"model": "sample", "stream": True, "cartridge_ids": ["harbour-rules@1"]}
     reply = await gateway.post(path, body)
     assert (reply.status, reply.body) == (200, b"data: 1\n\n")
@@ -187,6 +236,24 @@ async def test_responses_and_messages_take_cartridges(
     refused = await gateway.post(path, {**body, "cartridge_ids": ["text@1"]})
     assert refused.status == 409
     assert "prompt_convention.kind" in refused.json["error"]["message"]
+
+
+async def test_several_answers_open_several_times(
+    start_stub: StartStub, start_gateway: StartGateway, store: LocalStore
+) -> None:
+    """With `n` there is a role for each before the failure, which is seen behind them all."""
+    put_cartridge(store)
+    pieces = [b'data: {"role":0}\n\n', b'data: {"role":1}\n\n', b'data: {"error": {}}\n\n']
+    stubs = [await start_stub(streaming(*pieces)) for _ in range(2)]
+    gateway = await start_gateway(quick_gateway(*(stub.url for stub in stubs), store=store))
+    body = {"model": "sample", "messages": [], "stream": True, "n": 2}
+    for _ in range(12):
+        reply = await gateway.post(
+            "/v1/chat/completions", {**body, "cartridge_ids": ["harbour-rules@1"]}
+        )
+        # Without a receipt it passes as it came.
+        assert (reply.status, reply.body) == (200, b"".join(pieces))
+    assert await gateway.metric("cartridge_router_ejections_total") == 1
 
 
 @pytest.mark.parametrize(

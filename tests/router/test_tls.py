@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from cryptography.hazmat.primitives import serialization
 
 from cartridge_router import tls
 from cartridge_router.errors import ConfigurationError
@@ -137,6 +138,54 @@ async def test_clients_may_have_to_show_a_certificate(
     for context in (trusting(authority), wrong, old_version):
         with pytest.raises((ssl.SSLError, ConnectionError)):
             await name_shown(gateway.url, context)
+
+
+def test_no_session_outlives_its_authority(authority: Authority, tmp_path: Path) -> None:
+    """A client whose authority is no longer believed comes in by no session of before."""
+    cert_file, key_file = authority.issue(tmp_path / "gateway", "gateway")
+    clients = tmp_path / "clients.pem"
+    login = make_authority(clients).issue(tmp_path / "client", "client")
+    served = ServerTls(
+        TlsSettings(cert_file=str(cert_file), key_file=str(key_file), client_ca_file=str(clients))
+    )
+    context = trusting(authority, login)
+    session = handshake(served, context, None)
+    make_authority(clients)
+    served.renew()
+    for before in (None, session):
+        with pytest.raises(ssl.SSLError):
+            handshake(served, context, before)
+
+
+def handshake(
+    served: ServerTls, context: ssl.SSLContext, session: ssl.SSLSession | None
+) -> ssl.SSLSession | None:
+    """A client and the listener's context greet each other in memory; the client's session."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = context.wrap_bio(to_client, to_server, server_hostname="127.0.0.1", session=session)
+    server = served.context.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(10):
+        for side in (client, server):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    server.write(b"x")
+    assert client.read(1) == b"x"
+    return client.session
+
+
+def test_an_encrypted_key_asks_nobody(authority: Authority, tmp_path: Path) -> None:
+    """OpenSSL would wait at the terminal."""
+    cert_file, key_file = authority.issue(tmp_path / "a", "a")
+    key = serialization.load_pem_private_key(key_file.read_bytes(), None)
+    key_file.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+    with pytest.raises(ConfigurationError, match="the key is encrypted"):
+        ServerTls(TlsSettings(cert_file=str(cert_file), key_file=str(key_file)))
 
 
 async def test_a_handshake_that_does_not_come_ends_its_connection(
