@@ -90,6 +90,7 @@ def redis_user_of_engine(replica: str) -> str:
 # --- environment -----------------------------------------------------------------------------
 ENV_PREFIX: Final = "CARTRIDGE_ROUTER_"
 ENV_RESIDENCY_KEY: Final = "CARTRIDGE_ROUTER_RESIDENCY_KEY"
+ENV_ADMIN_TOKEN: Final = "CARTRIDGE_ROUTER_ADMIN_TOKEN"  # noqa: S105 - the name, no secret
 ENV_CONTROL_TOKEN: Final = "CARTRIDGE_ROUTER_CONTROL_TOKEN"  # noqa: S105 - the name, no secret
 ENV_REDIS_USERNAME: Final = "CARTRIDGE_ROUTER_REDIS_USERNAME"
 """User of a gateway or an engine in Redis, where the URL names none."""

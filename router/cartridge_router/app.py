@@ -21,6 +21,7 @@ from cartridge_policies.types import MapMode
 from cartridge_proto.names import ENV_RESIDENCY_KEY
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReceiptStatus, ReplicaId
 from cartridge_proto.stores import open_store
+from cartridge_router.admin import running_admin
 from cartridge_router.api import Api, Services, around_handlers, closing_when_draining
 from cartridge_router.catalog import Catalog
 from cartridge_router.discovery import Channel
@@ -310,20 +311,32 @@ def drain_of(settings: Settings) -> Drain:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    settings: Settings, key: bytes | None, drain: Drain | None = None
+    settings: Settings,
+    key: bytes | None,
+    drain: Drain | None = None,
+    operators_token: str | None = None,
 ) -> AsyncIterator[str]:
     """A listening gateway; yields its base URL (with the real port when 0 was asked for).
 
+    `operators_token` is asked of whoever comes to the listener of `settings.admin`.
     At the end of the block it takes no more connections, and lets what runs finish as `drain` says.
     """
     clients = settings.clients
     drain = drain or drain_of(settings)
-    async with running_services(settings, key, drain) as services:
+    async with contextlib.AsyncExitStack() as stack:
+        services = await stack.enter_async_context(running_services(settings, key, drain))
+
+        def on_refused(reason: str) -> None:
+            services.metrics.refused_connections.labels(reason).inc()
+
+        admin = running_admin(settings.admin, operators_token, services.fleet, on_refused)
+        if (admin_url := await stack.enter_async_context(admin)) is not None:
+            logger.info("operators are served at %s", admin_url)
         doors = Doors(
             max_connections=clients.max_connections or most_connections(),
             head_timeout_s=clients.head_timeout_s,
             write_buffer_bytes=clients.write_buffer_bytes,
-            on_refused=lambda reason: services.metrics.refused_connections.labels(reason).inc(),
+            on_refused=on_refused,
         )
         tls = None
         if settings.tls.cert_file is not None:

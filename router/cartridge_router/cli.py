@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cartridge_proto.names import ENTRY_POINT_COMMANDS, ENV_PREFIX
+from cartridge_proto.names import ENTRY_POINT_COMMANDS, ENV_ADMIN_TOKEN, ENV_PREFIX
 from cartridge_proto.redis_users import (
     InvalidLogin,
     command_lines,
@@ -25,7 +25,7 @@ from cartridge_proto.redis_users import (
 )
 from cartridge_proto.stores import Store, StoreError, open_store
 from cartridge_proto.stores.copying import Copied, copy_artifact
-from cartridge_router.errors import ConfigurationError
+from cartridge_router.errors import ConfigurationError, NotDone
 from cartridge_router.settings import load_settings, residency_key, settings_schema
 
 
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
-    except StoreError as error:
+    except (StoreError, NotDone) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
@@ -78,10 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_redis_acl(top)
     groups = {
         "cartridge": _group(top, "cartridge", "build, list, show, verify and copy Cartridges"),
+        "replicas": _group(top, "replicas", "list, add and remove replicas of a running gateway"),
         "config": _group(top, "config", "check settings, print their schema"),
         "tenants": _group(top, "tenants", "make API keys"),
     }
     _add_cartridge(groups["cartridge"])
+    _add_replicas(groups["replicas"])
     _add_config(groups["config"])
     _add_tenants(groups["tenants"])
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_COMMANDS):
@@ -124,6 +126,7 @@ def _add_serve(top: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from cartridge_router.admin import admin_token
     from cartridge_router.logs import configure_logging
     from cartridge_router.serving import serve
 
@@ -133,7 +136,7 @@ def _serve(args: argparse.Namespace) -> int:
     config = args.config or os.environ.get(f"{ENV_PREFIX}CONFIG")
     settings = load_settings(Path(config) if config else None, os.environ, flags)
     configure_logging(settings.logging)
-    serve(settings, residency_key())
+    serve(settings, residency_key(), admin_token(settings.admin, os.environ))
     return 0
 
 
@@ -323,6 +326,59 @@ def _copy_with_progress(source: Store, target: Store, name: str) -> Copied:
     if is_terminal:
         print(file=sys.stderr)
     return copied
+
+
+# --- replicas ------------------------------------------------------------------------------------
+def _add_replicas(group: Any) -> None:
+    def with_admin(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--admin", required=True, metavar="URL", help="the gateway's listener for operators")
+        add("--token-file", help=f"file with the token, where {ENV_ADMIN_TOKEN} has none")
+        add("--json", action="store_true", help="print JSON")
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        with_admin(parser)
+        parser.add_argument("name", help="name of the replica")
+        parser.add_argument("url", help="http(s)://host:port of its API server")
+
+    def remove(parser: argparse.ArgumentParser) -> None:
+        with_admin(parser)
+        parser.add_argument("name", help="name of the replica")
+
+    _add(group, "list", "show the replicas, and how they are", with_admin, _list_replicas)
+    _add(group, "add", "let a replica join", add, _add_replica)
+    _add(group, "remove", "send no more requests to a replica", remove, _remove_replica)
+
+
+def _list_replicas(args: argparse.Namespace) -> int:
+    from cartridge_router.operator_client import OperatorClient, table_of
+
+    rows = OperatorClient(args.admin, args.token_file).replicas()
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    from rich.console import Console
+
+    # A pipe has no width of its own; the table wants room.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 150).print(table_of(rows))
+    return 0
+
+
+def _add_replica(args: argparse.Namespace) -> int:
+    from cartridge_router.operator_client import OperatorClient
+
+    row = OperatorClient(args.admin, args.token_file).add(args.name, args.url)
+    print(json.dumps(row, indent=2) if args.json else f"{row['name']}: {row['url']}")
+    return 0
+
+
+def _remove_replica(args: argparse.Namespace) -> int:
+    from cartridge_router.operator_client import OperatorClient
+
+    row = OperatorClient(args.admin, args.token_file).remove(args.name)
+    still = f"; {row['num_in_flight']} requests run on" if row["num_in_flight"] else ""
+    print(json.dumps(row, indent=2) if args.json else f"{row['name']}: removed{still}")
+    return 0
 
 
 # --- config --------------------------------------------------------------------------------------

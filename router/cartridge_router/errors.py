@@ -3,12 +3,15 @@
 RouterError
 ├── InvalidRequest            400  malformed, or asks for what Cartridges cannot do
 ├── InvalidApiKey             401  no key, an unknown one, or one of no tenant: WWW-Authenticate
+├── InvalidAdminToken         401  for operators: WWW-Authenticate
 ├── UnknownModel              404
 ├── UnknownCartridge          404  absent, or not for this caller: the same answer
 ├── UnknownReceipt            404
+├── UnknownReplica            404  for operators
 ├── UnknownPath               404
 ├── MethodNotAllowed          405
 ├── RequestTimeout            408  the body came too slowly
+├── ReplicaExists             409  at another address; for operators
 ├── IncompatibleCartridge     409  names the field
 ├── RequestTooLarge           413  larger than a body, or a minute of the tenant, may be
 ├── ContextTooLong            422  with the numbers
@@ -21,6 +24,7 @@ RouterError
 └── UpstreamTimeout           504
 
 ConfigurationError            not a request's fault: the process does not start
+NotDone                       what a command asked of a running gateway
 """
 
 from collections.abc import Mapping
@@ -36,6 +40,10 @@ class ConfigurationError(Exception):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
+
+
+class NotDone(Exception):
+    """A running gateway did not do what a command asked, or could not be asked."""
 
 
 class RouterError(Exception):
@@ -73,6 +81,15 @@ class InvalidApiKey(RouterError):
     headers = MappingProxyType({HEADER_CHALLENGE: "Bearer"})
 
 
+class InvalidAdminToken(RouterError):
+    """Who asks is no operator of this gateway."""
+
+    status = 401
+    openai_type = "invalid_request_error"
+    code = "invalid_admin_token"
+    headers = MappingProxyType({HEADER_CHALLENGE: "Bearer"})
+
+
 class UnknownModel(RouterError):
     """No replica serves the model."""
 
@@ -97,6 +114,14 @@ class UnknownReceipt(RouterError):
     code = "receipt_not_found"
 
 
+class UnknownReplica(RouterError):
+    """No replica has this name; only operators are told."""
+
+    status = 404
+    openai_type = "invalid_request_error"
+    code = "replica_not_found"
+
+
 class UnknownPath(RouterError):
     """Nothing is served at that address."""
 
@@ -119,6 +144,14 @@ class RequestTimeout(RouterError):
     status = 408
     openai_type = "invalid_request_error"
     code = "request_timeout"
+
+
+class ReplicaExists(RouterError):
+    """The name is taken by a replica at another address; only operators are told."""
+
+    status = 409
+    openai_type = "invalid_request_error"
+    code = "replica_exists"
 
 
 class IncompatibleCartridge(RouterError):

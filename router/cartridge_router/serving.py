@@ -16,20 +16,20 @@ from cartridge_router.settings import Settings
 logger = logging.getLogger(__name__)
 
 
-def serve(settings: Settings, key: bytes | None) -> None:
+def serve(settings: Settings, key: bytes | None, operators_token: str | None) -> None:
     """Run until SIGTERM or SIGINT, then let requests finish; the second signal ends at once.
 
     SIGTERM comes from an orchestrator, whose clients need time to notice; SIGINT from a terminal.
     """
-    uvloop.run(_serve(settings, key))
+    uvloop.run(_serve(settings, key, operators_token))
 
 
-async def _serve(settings: Settings, key: bytes | None) -> None:
+async def _serve(settings: Settings, key: bytes | None, operators_token: str | None) -> None:
     drain = drain_of(settings)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, drain.begin)
     loop.add_signal_handler(signal.SIGINT, functools.partial(drain.begin, must_settle=False))
-    async with running_gateway(settings, key, drain) as url:
+    async with running_gateway(settings, key, drain, operators_token) as url:
         logger.info("ready %s", url)
         await drain.settle()
     logger.info("ended")

@@ -18,6 +18,7 @@ import yaml
 
 from cartridge_policies import POLICIES
 from cartridge_proto.names import (
+    ENV_ADMIN_TOKEN,
     ENV_PREFIX,
     ENV_REDIS_PASSWORD,
     ENV_REDIS_PASSWORD_FILE,
@@ -42,7 +43,12 @@ _NOT_FROM_ENVIRONMENT = frozenset(
     {"CONFIG", "RESIDENCY_KEY", "CONTROL_TOKEN"}
     | {
         name.removeprefix(ENV_PREFIX)
-        for name in (ENV_REDIS_USERNAME, ENV_REDIS_PASSWORD, ENV_REDIS_PASSWORD_FILE)
+        for name in (
+            ENV_ADMIN_TOKEN,
+            ENV_REDIS_USERNAME,
+            ENV_REDIS_PASSWORD,
+            ENV_REDIS_PASSWORD_FILE,
+        )
     }
 )
 """Secrets, and what is read elsewhere."""
@@ -52,7 +58,7 @@ _TEXTS = frozenset(
     {"dns", "file", "host", "redis_url", "store", "tenant", "policy"}
     | {"format", "level", "otlp_endpoint", "cert_file", "key_file", "client_ca_file", "ca_file"}
     | {"api_key_file", "keys_file", "jwks_url", "issuer", "audience", "tenant_claim"}
-    | {"kubeconfig", "namespace", "port_name", "service"}
+    | {"kubeconfig", "namespace", "port_name", "service", "token_file"}
 )
 """Settings that are texts, whatever a variable's value looks like."""
 
@@ -142,6 +148,17 @@ class FleetSettings(_Section, frozen=True, kw_only=True):
     """Failed requests in a row until a replica is ejected; never more than half of the fleet."""
     ejection_s: PositiveSeconds = 10.0
     """How long the first time; each further time longer by as much."""
+
+
+class AdminSettings(_Section, frozen=True, kw_only=True):
+    """A listener for operators: `/admin/replicas`."""
+
+    host: str = "127.0.0.1"
+    """Beyond loopback it needs a token."""
+    port: Port | None = None
+    """Absent = off."""
+    token_file: str | None = None
+    """File with the token, where the environment has none (CARTRIDGE_ROUTER_ADMIN_TOKEN)."""
 
 
 class DrainSettings(_Section, frozen=True, kw_only=True):
@@ -285,6 +302,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     residency: ResidencySettings = ResidencySettings()
     fleet: FleetSettings = FleetSettings()
     drain: DrainSettings = DrainSettings()
+    admin: AdminSettings = AdminSettings()
     tenants: TenantSettings = TenantSettings()
 
     def replica_urls(self) -> dict[ReplicaId, str]:

@@ -16,12 +16,11 @@ from cartridge_proto.residency import ReplicaId
 from cartridge_router.discovery import Channel
 from cartridge_router.errors import ConfigurationError
 from cartridge_router.roster import NamedReplica
+from cartridge_router.watching import FileWatch
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
-
-_State = tuple[int, ...] | None
 
 
 class WatchedFile:
@@ -40,20 +39,18 @@ class WatchedFile:
         self._file = file
         self._poll_s = poll_s
         self._channel = channel
-        self._seen: _State = ()
 
     async def run(self) -> None:
-        """Look at the file until cancelled."""
+        """Read the file, and again whenever it has changed, until cancelled."""
+        watch = await asyncio.to_thread(FileWatch, [self._file])
+        await self._take()
         while True:
-            await self._look()
             await asyncio.sleep(self._poll_s)
+            # What is written while it is read shows at the next look.
+            if await asyncio.to_thread(watch.has_changed):
+                await self._take()
 
-    async def _look(self) -> None:
-        state = await asyncio.to_thread(_state_of, self._file)
-        if state == self._seen:
-            return
-        # Noted before it is read: what is written while it is read shows at the next look.
-        self._seen = state
+    async def _take(self) -> None:
         try:
             urls = await asyncio.to_thread(read_replicas, self._file)
         except ConfigurationError as error:
@@ -62,16 +59,6 @@ class WatchedFile:
             self._channel.on_failed()
         else:
             self._channel.on_listed(urls)
-
-
-def _state_of(file: Path) -> _State:
-    """What tells one content from another without reading it; `None` without a file."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    # The time of a change of mode, too: it may be readable now.
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
 
 def read_replicas(file: Path) -> dict[ReplicaId, str]:
