@@ -119,6 +119,7 @@ def test_there_are_values_to_try() -> None:
     assert {path.stem for path in CI_FILES} == {
         "agent-values",
         "default-values",
+        "discovery-values",
         "gpu-engine-values",
         "minimal-values",
         "store-url-values",
@@ -139,6 +140,8 @@ def test_every_object_is_one_that_kubernetes_knows(objects: list[Manifest]) -> N
         "DaemonSet": "apps/v1",
         "Deployment": "apps/v1",
         "PodDisruptionBudget": "policy/v1",
+        "Role": "rbac.authorization.k8s.io/v1",
+        "RoleBinding": "rbac.authorization.k8s.io/v1",
         "Service": "v1",
         "ServiceAccount": "v1",
         "StatefulSet": "apps/v1",
@@ -151,8 +154,12 @@ def test_every_object_is_one_that_kubernetes_knows(objects: list[Manifest]) -> N
     assert len(set(names)) == len(names)
 
 
-def test_the_gateway_knows_every_engine_by_its_pod_name(objects: list[Manifest]) -> None:
+@pytest.mark.parametrize("case", CI_FILES, ids=lambda path: path.stem)
+def test_the_gateway_knows_every_engine_by_its_pod_name(case: Path) -> None:
     """`CARTRIDGE_ROUTER_REPLICAS` lists each pod of the StatefulSet at its headless name."""
+    values = values_of(case)
+    values["router"] = {**values.get("router", {}), "discovery": "static"}
+    objects = render(values)
     engines = only(objects, "StatefulSet")
     service = only(objects, "Service", "-engine-headless")
     name, count = engines["metadata"]["name"], engines["spec"]["replicas"]
@@ -167,6 +174,30 @@ def test_the_gateway_knows_every_engine_by_its_pod_name(objects: list[Manifest])
     assert transfer_config(objects)["kv_connector_extra_config"]["replica_id"] == "$(POD_NAME)"
     pod_name = env_of(engines)["POD_NAME"]
     assert pod_name["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+
+
+def test_the_gateway_may_ask_kubernetes_who_is_ready() -> None:
+    """With the settings that its code reads, the pod's token, and the right to do just that."""
+    objects = render(values_of(CHART / "ci" / "discovery-values.yaml"))
+    gateway, service = only(objects, "Deployment"), only(objects, "Service", "-engine-headless")
+    env = env_of(gateway)
+    assert "CARTRIDGE_ROUTER_REPLICAS" not in env
+    environment = {name: entry["value"] for name, entry in env.items() if "FLEET__" in name}
+    asked = load_settings(None, environment, {}).fleet.kubernetes
+    assert (asked.service, asked.namespace) == (service["metadata"]["name"], "prod")
+    assert asked.port_name in {port["name"] for port in service["spec"]["ports"]}
+    assert asked.kubeconfig is None
+    role, binding = only(objects, "Role"), only(objects, "RoleBinding")
+    assert role["rules"] == [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["list", "watch"],
+        }
+    ]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    account = gateway["spec"]["template"]["spec"]["serviceAccountName"]
+    assert [(s["name"], s["namespace"]) for s in binding["subjects"]] == [(account, "prod")]
 
 
 def test_services_and_budgets_select_the_pods_they_mean(objects: list[Manifest]) -> None:
@@ -240,13 +271,15 @@ def test_the_gateway_s_command_and_probes_are_its_contract(objects: list[Manifes
 
 
 def test_pods_run_without_privileges(objects: list[Manifest]) -> None:
-    """Non-root, read-only root, no capability, no token, and a writable `/tmp`."""
+    """Non-root, read-only root, no capability, no token but to ask for engines, a `/tmp`."""
     for workload in workloads(objects):
         pod = workload["spec"]["template"]["spec"]
         container = container_of(workload)
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert pod["automountServiceAccountToken"] is False
+        env = {entry["name"] for entry in container["env"]} if "env" in container else set()
+        asks_kubernetes = "CARTRIDGE_ROUTER_FLEET__KUBERNETES__SERVICE" in env
+        assert pod["automountServiceAccountToken"] is asks_kubernetes
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -580,6 +613,15 @@ def test_each_template_file_holds_one_kind() -> None:
         (
             {"engine__enabled": False, "externalReplicas": ["a=http://a"], "agent__enabled": True},
             "/agent/enabled",
+        ),
+        ({"router__discovery": "dns"}, "/router/discovery"),
+        (
+            {
+                "engine__enabled": False,
+                "externalReplicas": ["a=http://a"],
+                "router__discovery": "endpointSlices",
+            },
+            "/router/discovery",
         ),
         ({"agent__socketFolder": "sockets"}, "/agent/socketFolder"),
         ({"agent__dramBytes": "64Gi"}, "/agent/dramBytes"),
