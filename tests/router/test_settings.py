@@ -87,6 +87,7 @@ def test_every_kind_of_value_can_come_from_the_environment(tmp_path: Path) -> No
             "CARTRIDGE_ROUTER_CONFIG": "/not/a/setting",
             "CARTRIDGE_ROUTER_RESIDENCY_KEY": "not a setting either",
             "CARTRIDGE_ROUTER_CONTROL_TOKEN": "nor is this one",
+            "CARTRIDGE_ROUTER_ADMIN_TOKEN": "nor this one",
         },
         {},
     )
@@ -314,3 +315,11 @@ def test_registrations_come_through_redis(tmp_path: Path) -> None:
     file = written(tmp_path, {"fleet": {"from_registrations": True}})
     assert problems_of(file) == ["fleet.from_registrations: needs redis_url"]
     load_settings(file, {"CARTRIDGE_ROUTER_REDIS_URL": "redis://localhost"}, {})
+
+
+def test_a_service_is_in_a_namespace(tmp_path: Path) -> None:
+    """Which one is not guessed; names that look like numbers are names."""
+    file = written(tmp_path, {"fleet": {"kubernetes": {"service": "engines"}}})
+    assert problems_of(file) == ["fleet.kubernetes.namespace: must be set with a service"]
+    environment = {"CARTRIDGE_ROUTER_FLEET__KUBERNETES__NAMESPACE": "007"}
+    assert load_settings(file, environment, {}).fleet.kubernetes.namespace == "007"
