@@ -29,7 +29,7 @@ def fleet_of(session: aiohttp.ClientSession, urls: Mapping[ReplicaId, str], **fi
     """A fleet of these replicas, probed often, unhealthy after three failed probes."""
     settings: dict[str, Any] = {
         "probe_interval_s": 0.02,
-        "probe_timeout_s": 0.5,
+        "probe_timeout_s": 5.0,
         "num_failures": 3,
         "outliers": no_outliers(),
         "login": EngineLogin(EngineSettings()),
