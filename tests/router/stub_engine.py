@@ -96,3 +96,13 @@ async def never_answer(_: web.Request) -> web.StreamResponse:
     """Wait for ever."""
     await asyncio.Event().wait()
     raise AssertionError("the event is never set")
+
+
+async def die_in_a_stream(request: web.Request) -> web.StreamResponse:
+    """One event with a name, then a cut connection."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"event: x\ndata: 1\n\n")
+    assert request.transport is not None
+    request.transport.abort()
+    return response

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from cartridge_router.settings import FleetSettings, ForwardingSettings
 from tests.router.gateway_client import CHAT, StartGateway, quick_gateway, until_true
-from tests.router.stub_engine import Handler, StartStub, answer_ok, never_answer
+from tests.router.stub_engine import Handler, StartStub, answer_ok, die_in_a_stream, never_answer
 from tests.router.test_forwarding import ODD_BODY, read_until_broken_off
 
 SELDOM = FleetSettings(probe_interval_s=60.0)
@@ -176,16 +176,7 @@ async def test_answers_that_break_off_are_failures_in_a_row(
     start_stub: StartStub, start_gateway: StartGateway
 ) -> None:
     """Each began with 200; the one replica that ends its answers stays."""
-
-    async def die(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b"data: 1\n\n")
-        assert request.transport is not None
-        request.transport.abort()
-        return response
-
-    stubs = [await start_stub(die), await start_stub(answer_ok)]
+    stubs = [await start_stub(die_in_a_stream), await start_stub(answer_ok)]
     names = [f"r{index}={stub.url}" for index, stub in enumerate(stubs)]
     gateway = await start_gateway(quick_gateway(*names))
     for _ in range(20):

@@ -14,7 +14,7 @@ from cartridge_router.request import Route
 from cartridge_router.settings import FleetSettings, ForwardingSettings
 from tests.router.gateway_client import StartGateway, quick_gateway
 from tests.router.stored_cartridges import put_cartridge
-from tests.router.stub_engine import Handler, StartStub, answer_ok
+from tests.router.stub_engine import Handler, StartStub, answer_ok, die_in_a_stream
 from tests.router.test_forwarding import read_until_broken_off
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -302,16 +302,7 @@ async def test_a_broken_stream_ends_in_the_shape_of_its_api(
     path: str, start_stub: StartStub, start_gateway: StartGateway
 ) -> None:
     """One event that the SDK of this API raises for."""
-
-    async def die(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b"event: x\ndata: 1\n\n")
-        assert request.transport is not None
-        request.transport.abort()
-        return response
-
-    stub = await start_stub(die)
+    stub = await start_stub(die_in_a_stream)
     gateway = await start_gateway(quick_gateway(stub.url))
     async with gateway.session.post(gateway.url + path, json={"model": "sample"}) as response:
         data = await read_until_broken_off(response)
