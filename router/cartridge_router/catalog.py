@@ -6,13 +6,17 @@ serve an entry that does not verify, and never touches the disk on the request p
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass, field
 
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import Manifest
-from cartridge_proto.stores import Store, StoreError, StoreUnavailable
+from cartridge_proto.stores import CorruptStore, Store, StoreError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
+
+REFUSED_PAUSE_S = 30.0
+"""How long a manifest that was refused is left alone: to say why costs what its maker chose."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Cartridge:
 class _Snapshot:
     aliases: dict[str, Digest] = field(default_factory=dict)
     manifests: dict[Digest, Manifest] = field(default_factory=dict)
+    refused: dict[Digest, float] = field(default_factory=dict)
+    """Manifests that cannot be used, and when each is looked at again, `time.monotonic()`."""
 
 
 class Catalog:
@@ -85,15 +91,21 @@ class Catalog:
 
     @staticmethod
     def _read(store: Store, known: _Snapshot) -> _Snapshot:
-        aliases = store.aliases()
-        manifests = {}
+        aliases, now_s = store.aliases(), time.monotonic()
+        manifests, refused = {}, {}
         for digest in {*store.manifest_digests(), *aliases.values()}:
             # A manifest never changes: what was verified once is not read again.
             if digest in known.manifests:
                 manifests[digest] = known.manifests[digest]
                 continue
+            if known.refused.get(digest, now_s) > now_s:
+                refused[digest] = known.refused[digest]
+                continue
             try:
                 manifests[digest] = store.read_manifest(digest)
+            except CorruptStore as error:
+                logger.warning("left out of the catalog: %s", error)
+                refused[digest] = now_s + REFUSED_PAUSE_S
             except StoreError as error:
                 logger.warning("left out of the catalog: %s", error)
-        return _Snapshot(aliases, manifests)
+        return _Snapshot(aliases, manifests, refused)

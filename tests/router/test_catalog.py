@@ -1,11 +1,14 @@
 """The catalog: what it knows, for whom, and how it follows the store."""
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 import pytest
 
+from cartridge_proto.manifest import Manifest, ManifestDigest
 from cartridge_proto.stores import LocalStore, StoreUnavailable
+from cartridge_router import catalog as catalog_module
 from cartridge_router.catalog import Catalog
 from tests.loadtest.cartridge_requests import until
 from tests.router.stored_cartridges import digest_of, put_cartridge
@@ -85,6 +88,33 @@ async def test_one_damaged_manifest_does_not_hide_the_rest(store: LocalStore) ->
     await catalog.refresh()
     assert [alias for alias, _ in catalog.visible_to("public")] == ["harbour-rules@1"]
     assert catalog.find("bad@1", "public") is None
+
+
+async def test_a_refused_manifest_is_left_alone_for_a_while(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To say why it is refused costs much; what was mended is seen after the pause."""
+    bad = put_cartridge(store)
+    path = store.manifest_path(digest_of(bad))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b" ")
+    reads: list[str] = []
+    read = store.read_manifest
+
+    def counted(digest: ManifestDigest) -> Manifest:
+        reads.append(digest)
+        return read(digest)
+
+    monkeypatch.setattr(store, "read_manifest", counted)
+    catalog = Catalog(store, 60.0)
+    for _ in range(5):
+        await catalog.refresh()
+    assert len(reads) == 1
+    path.write_bytes(whole)
+    clock = time.monotonic() + catalog_module.REFUSED_PAUSE_S
+    monkeypatch.setattr("time.monotonic", lambda: clock)
+    await catalog.refresh()
+    assert catalog.find("harbour-rules@1", "public") is not None
 
 
 async def test_what_was_verified_is_not_read_again(store: LocalStore) -> None:
