@@ -1,8 +1,10 @@
 """One real vLLM engine, a real gateway and a real Redis-protocol server, and how tests ask them."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -270,6 +272,18 @@ def document_tokens(num_tokens: int, seed: int, ids: tuple[int, int] = (1000, 40
     """Reproducible token ids without special tokens: no two documents share a beginning."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(*ids, (num_tokens,), generator=generator).tolist()
+
+
+def at_once(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
+    """Make all calls at the same time; the first that fails fails the test."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Answer]) -> Answer:
+        barrier.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
 
 
 class DenseReference:

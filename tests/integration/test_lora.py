@@ -5,7 +5,6 @@ of `fleeting` are written anew while the engine runs.
 """
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from cartridge_router.demo.stack import MODEL_NAME
 from cartridge_router.selection import SelectedBy, Selection
 from tests.engine_ext.tiny_adapter import save_tiny_adapter
 from tests.engine_ext.tiny_model import MAX_POSITIONS, save_tiny_model
-from tests.integration.fleet import BLOCK_SIZE, TOLERANCE, Answer, Fleet, document_tokens
+from tests.integration.fleet import BLOCK_SIZE, TOLERANCE, Answer, Fleet, at_once, document_tokens
 from tests.integration.running_fleet import running_fleet
 from tests.integration.tiny_fleet import IDS, LIVE, drop_prefix_cache, tier_of
 
@@ -203,7 +202,7 @@ def test_adapters_in_one_batch_do_not_see_each_other(fleet: Fleet, work: Path) -
         put(fleet, f"batch-{index}", work / model, document)
         expected.append(ordinary(fleet, model, document))
         calls.append(_call(fleet, model, f"batch-{index}@1"))
-    for one, other in zip(expected, _at_once(calls), strict=True):
+    for one, other in zip(expected, at_once(calls), strict=True):
         assert one.difference(other) <= TOLERANCE
 
 
@@ -222,20 +221,3 @@ def test_files_that_were_written_anew_are_refused(fleet: Fleet, work: Path) -> N
 
 def _call(fleet: Fleet, model: str, alias: str) -> Callable[[], Answer]:
     return lambda: fleet.complete(LIVE, [alias], model=model)
-
-
-def _at_once(calls: list[Callable[[], Answer]]) -> list[Answer]:
-    """Make all calls at the same time."""
-    answers: dict[int, Answer] = {}
-    barrier = threading.Barrier(len(calls))
-
-    def run(index: int) -> None:
-        barrier.wait()
-        answers[index] = calls[index]()
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [answers[index] for index in range(len(calls))]

@@ -3,7 +3,6 @@
 Every comparison is of logprobs, on one real engine; the canaries show that it would notice.
 """
 
-import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -20,9 +19,9 @@ from tests.integration.fleet import (
     BLOCK_SIZE,
     LIVE_PROMPT,
     TOLERANCE,
-    Answer,
     DenseReference,
     Fleet,
+    at_once,
     document_tokens,
 )
 
@@ -54,7 +53,7 @@ def test_concurrent_requests_do_not_see_each_other(fleet: Fleet) -> None:
     ordinary = [fleet.complete(document + LIVE_PROMPT) for document in documents]
     ordinary.append(fleet.complete(LIVE_PROMPT))
     names = [["concurrent-0@1"], ["concurrent-1@1"], []]
-    answers = _at_once([partial(fleet.complete, LIVE_PROMPT, ids) for ids in names])
+    answers = at_once([partial(fleet.complete, LIVE_PROMPT, ids) for ids in names])
     for alone, together in zip(ordinary, answers, strict=True):
         assert alone.difference(together) <= TOLERANCE
     assert len({answer.logprobs for answer in answers}) == 3, "the three must differ at all"
@@ -92,7 +91,7 @@ def test_preempted_request_answers_the_same(fleet: Fleet) -> None:
         for document in documents
     ]
     before = fleet.metric("vllm:num_preemptions_total")
-    answers = _at_once(
+    answers = at_once(
         [
             partial(fleet.complete, LIVE_PROMPT, ids, num_new_tokens=num_new_tokens)
             for ids in (["long-0@1"], ["long-1@1"])
@@ -224,20 +223,3 @@ def _put_mutant(
     with torch.inference_mode():
         probe = fleet.builder._probe(cache, LIVE_PROMPT)
     fleet.put_tensors(name, built, mutated, probe if has_own_probe else built.probe)
-
-
-def _at_once(calls: list[Callable[[], Answer]]) -> list[Answer]:
-    """Make all calls at the same time."""
-    answers: dict[int, Answer] = {}
-    barrier = threading.Barrier(len(calls))
-
-    def run(index: int) -> None:
-        barrier.wait()
-        answers[index] = calls[index]()
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [answers[index] for index in range(len(calls))]

@@ -240,11 +240,16 @@ async def test_a_slow_body_takes_a_slot(
     async def is_busy() -> bool:
         return "1 requests in flight" in (await gateway.ask(model="absent")).error["message"]
 
+    async def is_free() -> bool:
+        return not await is_busy()
+
     try:
         await until_true(is_busy, "the body takes the slot")
     finally:
         writer.close()
         await writer.wait_closed()
+    await until_true(is_free, "the slot is given back with the connection")
+    assert stub.bodies == []
 
 
 # --- estimates -----------------------------------------------------------------------------------
