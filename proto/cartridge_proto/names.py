@@ -8,6 +8,10 @@ from typing import Final
 
 # --- HTTP headers: request -------------------------------------------------------------------
 HEADER_CARTRIDGE_IDS: Final = "x-cartridge-ids"
+HEADER_POLICY: Final = "x-cartridge-policy"
+HEADER_EXPLAIN: Final = "x-cartridge-explain"
+HEADER_PRIORITY: Final = "x-cartridge-priority"
+HEADER_DEADLINE_MS: Final = "x-cartridge-deadline-ms"
 HEADER_REQUEST_ID: Final = "x-request-id"
 """To an engine the id of this gateway; to a client its own, where that can be said back."""
 
@@ -29,6 +33,8 @@ HEADER_DECISION: Final = "x-cartridge-decision"
 HEADER_SELECTION: Final = "x-cartridge-selection"
 HEADER_MAP_AGE_MS: Final = "x-cartridge-map-age-ms"
 HEADER_OVERHEAD_MS: Final = "x-cartridge-overhead-ms"
+HEADER_QUEUED_MS: Final = "x-cartridge-queued-ms"
+HEADER_EXPLANATION: Final = "x-cartridge-explanation"
 HEADER_CHALLENGE: Final = "www-authenticate"
 
 
@@ -147,6 +153,8 @@ METRIC_REQUEST_SECONDS: Final = "cartridge_router_request_seconds"
 METRIC_TTFB_SECONDS: Final = "cartridge_router_time_to_first_byte_seconds"
 METRIC_OVERHEAD_SECONDS: Final = "cartridge_router_overhead_seconds"
 METRIC_IN_FLIGHT: Final = "cartridge_router_in_flight"
+METRIC_QUEUED: Final = "cartridge_router_queued"
+METRIC_QUEUE_SECONDS: Final = "cartridge_router_queue_seconds"
 METRIC_REPLICA_HEALTHY: Final = "cartridge_router_replica_healthy"
 METRIC_REPLICAS: Final = "cartridge_router_replicas"
 METRIC_DISCOVERY_FAILURES: Final = "cartridge_router_discovery_failures"

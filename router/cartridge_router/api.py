@@ -6,6 +6,7 @@ a replica itself.
 
 import asyncio
 import contextlib
+import functools
 import http
 import logging
 import re
@@ -23,6 +24,7 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 
 from cartridge_policies.types import Candidate
 from cartridge_proto import names
+from cartridge_router.admission import Admission, Ticket
 from cartridge_router.catalog import Catalog
 from cartridge_router.dialects import DIALECTS, Dialect
 from cartridge_router.doors import Doors
@@ -47,6 +49,7 @@ from cartridge_router.request import ParsedRequest, Route, engine_body, parse_re
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import Selection, Selector
 from cartridge_router.settings import Settings
+from cartridge_router.steering import Steering, read_steering
 from cartridge_router.telemetry import Metrics, current_traceparent
 from cartridge_router.tenants import Tenant, Tenants
 
@@ -64,6 +67,8 @@ _CLIENT_CLOSED_REQUEST = 499
 _SEPARATOR: Final = re.compile(r"[/\\]")
 _FOR_OPERATORS: Final = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Change an engine for everybody."""
+MAX_EXPLAINED: Final = 8
+"""Candidates in a header: clients take heads of some kilobytes."""
 _REPEATABLE: Final = re.compile(r"[ -~]{1,128}")
 """Ids of clients that go into an answer."""
 
@@ -80,11 +85,32 @@ class Services:
     fleet: Fleet
     selector: Selector
     placer: Placer
+    admission: Admission
     forwarder: Forwarder
     receipts: ReceiptBook
     metrics: Metrics
     tracer: Tracer
     drain: Drain
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One request, as far as it is understood without the fleet."""
+
+    tenant: Tenant
+    parsed: ParsedRequest
+    steering: Steering
+    is_lookup: bool
+    request_id: str
+    size_bytes: int
+    deadline_s: float | None
+    """For the first byte of the answer, by `time.monotonic`; `None` without one."""
+
+    def at_most_ms(self, limit_ms: int) -> int:
+        """Milliseconds that are left until the deadline, from 1 to a limit."""
+        if self.deadline_s is None:
+            return limit_ms
+        return min(limit_ms, max(1, int((self.deadline_s - time.monotonic()) * 1000)))
 
 
 class Api:
@@ -139,22 +165,23 @@ class Api:
                 held.enter_context(self._services.limits.in_flight(tenant))
                 data = await self._read_body(request)
                 read_s = time.monotonic()
-                is_lookup = _STORED.fullmatch(request.path) is not None
-                parsed = parse_request(
-                    route,
-                    data,
-                    request.headers,
-                    is_trusted=tenant.is_trusted,
-                    needs_body=request.method == "POST" and not is_lookup,
+                asked = _asked(request, route, data, tenant, request_id, started_s)
+                exchange.headers |= await self._services.limits.spend(
+                    tenant, asked.parsed.num_tokens
                 )
-                exchange.headers |= await self._services.limits.spend(tenant, parsed.num_tokens)
-                selection = self._services.selector.select(parsed, tenant.name)
-                placement = self._services.placer.place(parsed, selection, must_ask_all=is_lookup)
-                _describe(span, parsed, selection, placement)
-                outgoing = self._outgoing(request, tenant, parsed, selection, placement, request_id)
-                overhead_s = time.monotonic() - read_s
-                exchange.headers.update(_told(selection, placement, outgoing, overhead_s))
+                selection = self._services.selector.select(asked.parsed, tenant.name)
+                placement, queued_s = await self._services.admission.place(
+                    _ticket(asked, selection), functools.partial(self._place, asked, selection)
+                )
+                _describe(span, asked.parsed, selection, placement)
+                outgoing = self._outgoing(request, asked, selection, placement)
+                overhead_s = time.monotonic() - read_s - (queued_s or 0.0)
+                exchange.headers.update(
+                    _told(asked, selection, placement, outgoing, overhead_s, queued_s)
+                )
                 self._services.metrics.overhead_seconds.observe(overhead_s)
+                if queued_s is not None:
+                    self._services.metrics.queue_seconds.observe(queued_s)
                 response = await self._services.forwarder.forward(request, outgoing, exchange)
                 status = response.status
             except RouterError as error:
@@ -197,31 +224,31 @@ class Api:
         except web.RequestPayloadError as error:
             raise InvalidRequest(f"the body cannot be read: {error}") from error
 
+    def _place(self, asked: "_Asked", selection: Selection) -> Placement:
+        return self._services.placer.place(
+            asked.parsed, selection, policy=asked.steering.policy, must_ask_all=asked.is_lookup
+        )
+
     def _outgoing(
-        self,
-        request: web.Request,
-        tenant: Tenant,
-        parsed: ParsedRequest,
-        selection: Selection,
-        placement: Placement,
-        request_id: str,
+        self, request: web.Request, asked: "_Asked", selection: Selection, placement: Placement
     ) -> Outgoing:
-        settings = self._services.settings
+        parsed = asked.parsed
         message = selection.message(
-            request_id=request_id,
-            deadline_ms=settings.cartridges.load_deadline_ms,
+            request_id=asked.request_id,
+            deadline_ms=asked.at_most_ms(self._services.settings.cartridges.load_deadline_ms),
             traceparent=current_traceparent(),
         )
         return Outgoing(
-            request_id=request_id,
+            request_id=asked.request_id,
             path=request.path_qs,
             dialect=DIALECTS[parsed.route],
-            body=engine_body(parsed, message, is_trusted=tenant.is_trusted),
+            body=engine_body(parsed, message, is_trusted=asked.tenant.is_trusted),
             replicas=tuple(candidate.replica for candidate in placement.decision.ranking),
             composition=selection.composition,
-            is_lookup=_STORED.fullmatch(request.path) is not None,
+            is_lookup=asked.is_lookup,
             num_openers=DIALECTS[parsed.route].num_openers * parsed.num_choices,
             tiers=placement.tiers,
+            deadline_s=asked.deadline_s,
         )
 
     def _count(
@@ -270,8 +297,9 @@ class Api:
         with self._services.limits.in_flight(tenant):
             data = await self._read_body(request)
             parsed = parse_request(route, data, request.headers, is_trusted=tenant.is_trusted)
+        steering = read_steering(request.headers, tenant.max_priority)
         selection = self._services.selector.select(parsed, tenant.name)
-        placement = self._services.placer.place(parsed, selection)
+        placement = self._services.placer.place(parsed, selection, policy=steering.policy)
         return json_response(
             {
                 "object": "cartridge.explanation",
@@ -380,7 +408,10 @@ class Api:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
-        body = self._services.metrics.render(self._services.fleet, self._services.residency)
+        services = self._services
+        body = services.metrics.render(
+            services.fleet, services.residency, services.admission.num_queued
+        )
         return web.Response(body=body, headers={"content-type": "text/plain; version=0.0.4"})
 
 
@@ -399,6 +430,45 @@ def _identified(request: web.Request, request_id: str) -> dict[str, str]:
     sent = request.headers.get(names.HEADER_REQUEST_ID, "")
     said_back = sent if _REPEATABLE.fullmatch(sent) else request_id
     return {names.HEADER_OWN_REQUEST_ID: request_id, names.HEADER_REQUEST_ID: said_back}
+
+
+def _asked(
+    request: web.Request,
+    route: Route,
+    data: bytes,
+    tenant: Tenant,
+    request_id: str,
+    started_s: float,
+) -> _Asked:
+    is_lookup = _STORED.fullmatch(request.path) is not None
+    steering = read_steering(request.headers, tenant.max_priority)
+    deadline_s = steering.deadline_s
+    return _Asked(
+        tenant=tenant,
+        parsed=parse_request(
+            route,
+            data,
+            request.headers,
+            is_trusted=tenant.is_trusted,
+            needs_body=request.method == "POST" and not is_lookup,
+        ),
+        steering=steering,
+        is_lookup=is_lookup,
+        request_id=request_id,
+        size_bytes=len(data),
+        deadline_s=None if deadline_s is None else started_s + deadline_s,
+    )
+
+
+def _ticket(asked: _Asked, selection: Selection) -> Ticket:
+    return Ticket(
+        model=asked.parsed.model,
+        tenant=asked.tenant.name,
+        needs=selection.composition,
+        size_bytes=asked.size_bytes,
+        priority=asked.steering.priority,
+        deadline_s=asked.deadline_s,
+    )
 
 
 def _describe(
@@ -422,7 +492,12 @@ def _describe(
 
 
 def _told(
-    selection: Selection, placement: Placement, outgoing: Outgoing, overhead_s: float
+    asked: _Asked,
+    selection: Selection,
+    placement: Placement,
+    outgoing: Outgoing,
+    overhead_s: float,
+    queued_s: float | None,
 ) -> dict[str, str]:
     """Response headers about selection and placement."""
     told = {
@@ -431,13 +506,23 @@ def _told(
         names.HEADER_SELECTION: selection.how.value,
         names.HEADER_OVERHEAD_MS: f"{overhead_s * 1000:.2f}",
     }
+    if queued_s is not None:
+        told[names.HEADER_QUEUED_MS] = f"{queued_s * 1000:.0f}"
     if placement.map_age_s is not None:
         told[names.HEADER_MAP_AGE_MS] = f"{placement.map_age_s * 1000:.0f}"
     if outgoing.composition is not None:
         told[names.HEADER_CARTRIDGE_IDS] = ",".join(c.manifest.alias for c in selection.cartridges)
         told[names.HEADER_DIGEST] = outgoing.composition
         told[names.HEADER_TIER] = outgoing.tiers[placement.replica].value
+    if asked.steering.is_explained:
+        told[names.HEADER_EXPLANATION] = _explanation(placement)
     return told
+
+
+def _explanation(placement: Placement) -> str:
+    """The costs of the first candidates in one line of JSON; `/explain` tells those of all."""
+    shown = [_shown(each) for each in placement.decision.ranking[:MAX_EXPLAINED]]
+    return msgspec.json.encode(shown).decode("ascii")
 
 
 def _explained_route(request: web.Request) -> Route:

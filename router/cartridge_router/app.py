@@ -15,13 +15,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from opentelemetry import trace
 
-from cartridge_policies import POLICIES
-from cartridge_policies.cost import CostPriors
 from cartridge_policies.types import MapMode
 from cartridge_proto.names import ENV_RESIDENCY_KEY
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReceiptStatus, ReplicaId
 from cartridge_proto.stores import open_store
 from cartridge_router.admin import running_admin
+from cartridge_router.admission import Admission
 from cartridge_router.api import Api, Services, around_handlers, closing_when_draining
 from cartridge_router.catalog import Catalog
 from cartridge_router.discovery import Channel
@@ -158,6 +157,7 @@ def _construct(
             suspect_after_s=settings.fleet.suspect_after_s,
         ),
         on_gone=metrics.forget,
+        max_in_flight=settings.placement.max_in_flight,
     )
     fleet.set_all(Source.SETTINGS, settings.replica_urls())
     sources = _construct_sources(settings, key, fleet, residency, metrics)
@@ -167,12 +167,7 @@ def _construct(
     tenants = Tenants(settings, signing_keys)
     store = open_store(settings.store) if settings.store else None
     catalog = Catalog(store, settings.cartridges.refresh_s)
-    placement = settings.placement
-    priors = CostPriors(
-        queue_s_per_request=placement.queue_s_per_request,
-        prefill_base_s=placement.prefill_base_s,
-        prefill_s_per_token=placement.prefill_s_per_token,
-    )
+    admission = Admission(fleet, settings.admission)
     services = Services(
         settings=settings,
         tenants=tenants,
@@ -184,12 +179,8 @@ def _construct(
             catalog,
             allow_uncertified_composition=settings.cartridges.allow_uncertified_composition,
         ),
-        placer=Placer(
-            fleet=fleet,
-            residency=residency,
-            policy=POLICIES[placement.policy](priors),
-            max_in_flight=placement.max_in_flight,
-        ),
+        placer=Placer(fleet=fleet, residency=residency, settings=settings.placement),
+        admission=admission,
         forwarder=Forwarder(
             session=session,
             login=login,
@@ -219,7 +210,7 @@ def _construct(
             metrics.mispredictions.labels(predicted.value, served.value).inc()
         receipts.note(receipt)
 
-    jobs: list[Job] = [*sources, fleet.watch, catalog.run]
+    jobs: list[Job] = [*sources, fleet.watch, admission.run, catalog.run]
     if login.files:
         failed = metrics.reload_failures.labels("engines")
         renewed = Renewed("engines", login.files, login.renew, failed.inc)

@@ -16,12 +16,15 @@ RouterError
 ├── RequestTooLarge           413  larger than a body, or a minute of the tenant, may be
 ├── ContextTooLong            422  with the numbers
 ├── RateLimitExceeded         429  Retry-After; a limit of the tenant
-├── AllReplicasSaturated      429  Retry-After
+├── AllReplicasSaturated      429  Retry-After; all that could serve are at their limit
+│   ├── QueueFull             429  Retry-After; no more may wait for them
+│   └── QueueTimeout          429  Retry-After; waited as long as a request may
 ├── AuthenticationUnavailable 503  Retry-After; the keys of tokens are not known now
 ├── NoEligibleReplica         503  Retry-After
 ├── CartridgeNotServed        503  Retry-After; the engine did not serve the virtual prefix
 ├── UpstreamUnavailable       502  Retry-After
-└── UpstreamTimeout           504
+├── UpstreamTimeout           504
+└── DeadlineExceeded          504  the client's own deadline for the first byte
 
 ConfigurationError            not a request's fault: the process does not start
 NotDone                       what a command asked of a running gateway
@@ -195,12 +198,28 @@ class RateLimitExceeded(RouterError):
 
 
 class AllReplicasSaturated(RouterError):
-    """Every replica that could serve is at its limit."""
+    """Every replica that could serve is at its limit; `retry_after_s` is a guess at the queue."""
 
     status = 429
     openai_type = "rate_limit_error"
     code = "all_replicas_saturated"
     retry_after_s = 1
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(AllReplicasSaturated):
+    """As many requests wait as may."""
+
+    code = "queue_full"
+
+
+class QueueTimeout(AllReplicasSaturated):
+    """The request has waited as long as one may."""
+
+    code = "queue_timeout"
 
 
 class AuthenticationUnavailable(RouterError):
@@ -240,3 +259,10 @@ class UpstreamTimeout(RouterError):
 
     status = 504
     code = "upstream_timeout"
+
+
+class DeadlineExceeded(RouterError):
+    """The first byte did not come before the client's own deadline."""
+
+    status = 504
+    code = "deadline_exceeded"

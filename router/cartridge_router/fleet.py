@@ -88,6 +88,10 @@ class Replica:
     asked_s: float | None = None
     """When it was last asked for the extension, `time.monotonic()`."""
 
+    def serves(self, model: str) -> bool:
+        """Whether it may serve a model; "" stands for any, and one that names none for all."""
+        return not model or not self.models or model in self.models
+
 
 class Fleet:
     """All replicas, probed by one task each while `watch` runs. For use from one event loop.
@@ -108,7 +112,10 @@ class Fleet:
         outliers: Outliers,
         must_probe_extension: Callable[[ReplicaId], bool] = lambda replica: False,
         on_gone: Callable[[ReplicaId], None] = lambda replica: None,
+        max_in_flight: int | None = None,
     ) -> None:
+        self.max_in_flight = max_in_flight
+        """Limit of requests in flight for each replica; `None` = none."""
         self._roster = Roster()
         self._replicas: dict[ReplicaId, Replica] = {}
         self._leaving: list[Replica] = []
@@ -121,6 +128,7 @@ class Fleet:
         self.outliers = outliers
         self._must_probe_extension = must_probe_extension
         self._on_gone = on_gone
+        self._on_freed: Callable[[], None] = lambda: None
 
     # --- who is there ----------------------------------------------------------------------------
     @property
@@ -204,6 +212,24 @@ class Fleet:
         finally:
             replica.num_in_flight -= 1
             self._end_if_idle(replica)
+            self._on_freed()
+
+    def call_when_freed(self, on_freed: Callable[[], None]) -> None:
+        """Have this called whenever a request has ended."""
+        self._on_freed = on_freed
+
+    def has_room(self, replica: Replica) -> bool:
+        """Whether a replica is below the limit."""
+        return self.max_in_flight is None or replica.num_in_flight < self.max_in_flight
+
+    def is_full(self, model: str) -> bool:
+        """Whether healthy replicas serve a model, and all of them are at the limit."""
+        rooms = [
+            self.has_room(replica)
+            for replica in self._replicas.values()
+            if replica.is_healthy and replica.serves(model)
+        ]
+        return bool(rooms) and not any(rooms)
 
     def note_connect_failure(self, replica: Replica) -> None:
         """A request could not be delivered: no more traffic until a probe succeeds."""

@@ -37,6 +37,7 @@ from cartridge_router.dialects import Dialect
 from cartridge_router.errors import (
     CartridgeNotServed,
     ContextTooLong,
+    DeadlineExceeded,
     IncompatibleCartridge,
     InvalidRequest,
     RouterError,
@@ -151,6 +152,8 @@ class Outgoing:
     """Events of a stream that come before anything is known of the answer."""
     tiers: Mapping[ReplicaId, Tier]
     """Predicted tier of the Cartridges on each replica; empty without any."""
+    deadline_s: float | None = None
+    """The client's own for the first byte, by `time.monotonic`; `None` without one."""
 
 
 class Exchange:
@@ -220,6 +223,9 @@ class Forwarder:
             if target is None:
                 attempts.pass_over(f"{replica} was removed")
                 continue
+            if attempts.failures and not self._fleet.has_room(target):
+                attempts.pass_over(f"{replica} is full by now")
+                continue
             exchange.num_retries = len(attempts.failures)
             if replica in outgoing.tiers:
                 self._receipts.expect(outgoing.request_id, outgoing.tiers[replica])
@@ -253,7 +259,7 @@ class Forwarder:
             self._note_failure(replica)
             raise _Failed(f"{replica}: {error!r}") from error
         except TimeoutError as error:
-            raise self._late(replica) from error
+            raise self._late(replica, outgoing) from error
 
     async def _send_afresh(
         self, request: web.Request, outgoing: Outgoing, target: Replica
@@ -279,7 +285,7 @@ class Forwarder:
         if trace.get_current_span().is_recording():
             # The engine's spans hang below the gateway's; without one below the client's.
             inject(headers)
-        async with asyncio.timeout(self._settings.first_byte_timeout_s):
+        async with asyncio.timeout(self._first_byte_wait_s(outgoing)):
             return await self._session.request(
                 request.method,
                 target.url + outgoing.path,
@@ -318,7 +324,17 @@ class Forwarder:
             logger.warning("replica %s is ejected for a while: it fails again and again", replica)
             self._metrics.ejections.labels(replica).inc()
 
-    def _late(self, replica: ReplicaId) -> UpstreamTimeout:
+    def _first_byte_wait_s(self, outgoing: Outgoing) -> float:
+        """How long a replica may take from now on; not above 0 when the client has given up."""
+        longest_s = self._settings.first_byte_timeout_s
+        if outgoing.deadline_s is None:
+            return longest_s
+        return min(longest_s, outgoing.deadline_s - time.monotonic())
+
+    def _late(self, replica: ReplicaId, outgoing: Outgoing) -> RouterError:
+        if outgoing.deadline_s is not None and time.monotonic() >= outgoing.deadline_s:
+            # Says how much of a hurry the client is in, and nothing about the replica.
+            return DeadlineExceeded(f"{replica} did not begin to answer before the deadline")
         self._note_failure(replica)
         return UpstreamTimeout(
             f"{replica} did not begin to answer in {self._settings.first_byte_timeout_s:g} s"
@@ -385,7 +401,7 @@ class Forwarder:
         or the failure is in the first event behind the dialect's openers; those say nothing.
         """
         try:
-            async with asyncio.timeout(self._settings.first_byte_timeout_s):
+            async with asyncio.timeout(self._first_byte_wait_s(outgoing)):
                 if is_stream:
                     first = b""
                     num_events = outgoing.num_openers + 1
@@ -403,7 +419,7 @@ class Forwarder:
             self._note_failure(replica)
             raise _Failed(f"{replica} broke off before the answer: {error!r}") from error
         except TimeoutError as error:
-            raise self._late(replica) from error
+            raise self._late(replica, outgoing) from error
         return b""
 
     async def _next_chunk(

@@ -8,13 +8,14 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cartridge_policies import POLICIES
+from cartridge_policies.cost import CostPriors
 from cartridge_policies.types import (
     ArtifactDemand,
     ClusterView,
     Decision,
     Demand,
     MapMode,
-    PlacementPolicy,
     Refusal,
     RefusalKind,
     ReplicaView,
@@ -35,6 +36,7 @@ from cartridge_router.fleet import Fleet, Replica, ServedModel
 from cartridge_router.request import ParsedRequest
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import Selection
+from cartridge_router.settings import PlacementSettings
 
 
 @dataclass(frozen=True)
@@ -81,26 +83,37 @@ class _Hindrance(Exception):
 
 
 class Placer:
-    """Places requests with one policy."""
+    """Places requests with the policy of the settings, or one that a request names."""
 
     def __init__(
-        self,
-        *,
-        fleet: Fleet,
-        residency: ResidencyMap,
-        policy: PlacementPolicy,
-        max_in_flight: int | None,
+        self, *, fleet: Fleet, residency: ResidencyMap, settings: PlacementSettings
     ) -> None:
         self._fleet = fleet
         self._map = residency
-        self._policy = policy
-        self._max_in_flight = max_in_flight
         self._ticks = itertools.count()
+        self.configure(settings)
+
+    def configure(self, settings: PlacementSettings) -> None:
+        """Place by other settings from now on."""
+        priors = CostPriors(
+            queue_s_per_request=settings.queue_s_per_request,
+            prefill_base_s=settings.prefill_base_s,
+            prefill_s_per_token=settings.prefill_s_per_token,
+        )
+        self._default = settings.policy
+        self._policies = {name: policy(priors) for name, policy in POLICIES.items()}
 
     def place(
-        self, request: ParsedRequest, selection: Selection, *, must_ask_all: bool = False
+        self,
+        request: ParsedRequest,
+        selection: Selection,
+        *,
+        policy: str | None = None,
+        must_ask_all: bool = False,
     ) -> Placement:
         """Choose a replica; with `must_ask_all` also those that are better left alone.
+
+        `policy`: a key of `POLICIES`; `None` = that of the settings.
 
         Raises:
             UnknownModel: no replica serves the model.
@@ -132,7 +145,7 @@ class Placer:
         )
         mode, age_s = self._map.mode, self._map.age_s
         view = ClusterView(tuple(views), mode, next(self._ticks))
-        decision = self._policy.decide(demand, view)
+        decision = self._policies[policy or self._default].decide(demand, view)
         if isinstance(decision, Refusal):
             raise self._error(request, decision, hindrances)
         return Placement(decision, mode, age_s, selection.is_certified)
@@ -148,7 +161,7 @@ class Placer:
         return ReplicaView(
             replica=replica.replica,
             num_in_flight=replica.num_in_flight,
-            max_in_flight=self._max_in_flight,
+            max_in_flight=self._fleet.max_in_flight,
             tiers=self._tiers(replica.replica, selection),
             refusal=refusal,
         )
@@ -162,7 +175,7 @@ class Placer:
         return self._map.tiers(replica, digests)
 
     def _check(self, replica: Replica, request: ParsedRequest, selection: Selection) -> None:
-        if request.model and replica.models and request.model not in replica.models:
+        if not replica.serves(request.model):
             raise _Hindrance(f"does not serve {request.model}", UnknownModel)
         if not replica.is_healthy:
             raise _Hindrance("unhealthy")

@@ -36,6 +36,9 @@ TenantName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
 """A scope of compositions. Helm's regular expressions have no look-ahead; a line break at the end,
 which `$` lets pass, is a problem of its own."""
 
+MIN_PRIORITY, MAX_PRIORITY = -10, 10
+Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+
 _REPLICA = re.compile(r"(?:(?P<name>[A-Za-z0-9._-]{1,128})=)?(?P<url>https?://[^\s/?#,]+)/?")
 _ENDPOINT = re.compile(r"https?://[^\s/?#@]+:[0-9]{1,5}/?")
 _NAME_AND_PORT = re.compile(r"https?://[A-Za-z0-9._-]+:[0-9]{1,5}")
@@ -92,6 +95,18 @@ class PlacementSettings(_Section, frozen=True, kw_only=True):
     queue_s_per_request: Annotated[float, msgspec.Meta(ge=0)] = 0.05
     prefill_base_s: Annotated[float, msgspec.Meta(ge=0)] = 0.01
     prefill_s_per_token: Annotated[float, msgspec.Meta(ge=0)] = 0.0005
+
+
+class AdmissionSettings(_Section, frozen=True, kw_only=True):
+    """Requests that wait while all replicas are at `placement.max_in_flight`."""
+
+    max_queued: Annotated[int, msgspec.Meta(ge=0)] = 1000
+    """For each model; 0 = none waits."""
+    max_queued_per_tenant: PositiveCount = 200
+    """For each model."""
+    max_queued_bytes: PositiveCount = 256 << 20
+    """Of the bodies of all."""
+    max_wait_s: PositiveSeconds = 30.0
 
 
 class CartridgeSettings(_Section, frozen=True, kw_only=True):
@@ -204,6 +219,8 @@ class ListedTenant(_Section, frozen=True, kw_only=True):
     """May send fields that are meant for the engine (docs/operating.md, "Tenants")."""
     limits: LimitSettings | None = None
     """Absent = `default_limits`."""
+    max_priority: Priority = 0
+    """Highest priority that its requests may ask for (x-cartridge-priority)."""
 
 
 class TenantSettings(_Section, frozen=True, kw_only=True):
@@ -298,6 +315,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     engines: EngineSettings = EngineSettings()
     forwarding: ForwardingSettings = ForwardingSettings()
     placement: PlacementSettings = PlacementSettings()
+    admission: AdmissionSettings = AdmissionSettings()
     cartridges: CartridgeSettings = CartridgeSettings()
     residency: ResidencySettings = ResidencySettings()
     fleet: FleetSettings = FleetSettings()

@@ -5,6 +5,7 @@ Owns the instruments. Refuses client-derived label values: labels come from sett
 
 import uuid
 from collections import Counter as Counts
+from collections.abc import Mapping
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.propagate import inject
@@ -21,6 +22,8 @@ from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.roster import Source
 
 SERVICE = "cartridge_router"
+OTHER = "other"
+"""Label of what only clients have named."""
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
@@ -72,6 +75,12 @@ class Metrics:
             names.METRIC_OVERHEAD_SECONDS,
             "Request read to request forwarded.",
             buckets=_OVERHEAD_SECONDS,
+            registry=registry,
+        )
+        self.queue_seconds = Histogram(
+            names.METRIC_QUEUE_SECONDS,
+            "Time that requests which had to wait for room have waited until they got it.",
+            buckets=_SECONDS,
             registry=registry,
         )
         self.retries = Counter(
@@ -139,6 +148,9 @@ class Metrics:
         self._in_flight = Gauge(
             names.METRIC_IN_FLIGHT, "Requests in flight.", ["replica"], registry=registry
         )
+        self._queued = Gauge(
+            names.METRIC_QUEUED, "Requests that wait for room.", ["model"], registry=registry
+        )
         self._healthy = Gauge(
             names.METRIC_REPLICA_HEALTHY, "1 = healthy.", ["replica"], registry=registry
         )
@@ -154,14 +166,18 @@ class Metrics:
         for counter in (self.ejections, self.broken_answers):
             counter.remove(replica)
 
-    def render(self, fleet: Fleet, residency: ResidencyMap) -> bytes:
-        """Prometheus text, with the present state of fleet and map."""
+    def render(self, fleet: Fleet, residency: ResidencyMap, num_queued: Mapping[str, int]) -> bytes:
+        """Prometheus text, with the present state of fleet, map and queues (by model)."""
         # Rows of replicas that are gone go with them.
         self._in_flight.clear()
         self._healthy.clear()
         num_listed = Counts(replica.source for replica in fleet.replicas)
         for source in Source:
             self._replicas.labels(source.value).set(num_listed[source])
+        self._queued.clear()
+        served = {model for replica in fleet.replicas for model in replica.models}
+        for model, count in num_queued.items():
+            self._queued.labels(model if model in served else OTHER).inc(count)
         for replica in fleet.replicas:
             self._healthy.labels(replica.replica).set(int(replica.is_healthy))
         for replica in fleet.replicas + fleet.leaving:

@@ -29,7 +29,13 @@ from cartridge_proto.composition import ScopeText
 from cartridge_proto.digest import END
 from cartridge_proto.names import HEADER_API_KEY, HEADER_AUTHORIZATION, HEADER_X_API_KEY
 from cartridge_router.errors import ConfigurationError, InvalidApiKey
-from cartridge_router.settings import LimitSettings, ListedTenant, Settings, TenantSettings
+from cartridge_router.settings import (
+    MAX_PRIORITY,
+    LimitSettings,
+    ListedTenant,
+    Settings,
+    TenantSettings,
+)
 from cartridge_router.signing_keys import ALGORITHMS, SigningKeys
 from cartridge_router.watching import FileWatch
 
@@ -57,6 +63,7 @@ class Tenant:
     name: str
     is_trusted: bool
     limits: LimitSettings
+    max_priority: int = 0
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +97,9 @@ class Tenants:
     def __init__(self, settings: Settings, signing_keys: SigningKeys | None) -> None:
         self._settings = settings.tenants
         self._signing_keys = signing_keys
-        self._everybody = Tenant(settings.tenant, settings.trust_client_fields, LimitSettings())
+        self._everybody = Tenant(
+            settings.tenant, settings.trust_client_fields, LimitSettings(), MAX_PRIORITY
+        )
         file = settings.tenants.keys_file
         self._file = None if file is None else Path(file)
         self._known = _known(self._settings, KeysFile())
@@ -288,6 +297,7 @@ def _known(settings: TenantSettings, content: KeysFile) -> _Known:
             name,
             listed.is_trusted,
             settings.default_limits if listed.limits is None else listed.limits,
+            listed.max_priority,
         )
         for name, listed in {**settings.listed, **content.tenants}.items()
     }

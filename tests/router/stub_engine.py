@@ -28,6 +28,7 @@ class StubEngine:
         self.num_open = 0
         self.adapters: list[str] = []
         self.is_hung = False
+        self.lists_no_models = False
         self.gone = asyncio.Event()
         self._handler = handler
         self._model = model
@@ -60,6 +61,8 @@ class StubEngine:
         return web.Response()
 
     async def _models(self, _: web.Request) -> web.Response:
+        if self.lists_no_models:
+            return web.json_response({"object": "list", "data": []})
         entries: list[dict[str, Any]] = [
             {"id": self._model, "object": "model", "max_model_len": 4096, "parent": None}
         ]

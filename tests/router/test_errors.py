@@ -7,7 +7,13 @@ import pytest
 from cartridge_router import errors
 from cartridge_router.errors import ConfigurationError, RouterError
 
-KINDS = RouterError.__subclasses__()
+
+def below(kind: type[RouterError]) -> list[type[RouterError]]:
+    """All kinds of an error."""
+    return [each for sub in kind.__subclasses__() for each in (sub, *below(sub))]
+
+
+KINDS = below(RouterError)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -250,11 +250,11 @@ async def test_rows_of_a_replica_that_is_gone_go(session: aiohttp.ClientSession)
     with fleet.in_flight(replica):
         fleet.remove(R0)
         metrics.broken_answers.labels(R0).inc()
-        text = metrics.render(fleet, residency).decode()
+        text = metrics.render(fleet, residency, {}).decode()
         assert 'cartridge_router_in_flight{replica="r0"} 1.0' in text
         assert 'cartridge_router_replica_healthy{replica="r0"}' not in text
         assert 'cartridge_router_replicas{source="settings"} 1.0' in text
-    text = metrics.render(fleet, residency).decode()
+    text = metrics.render(fleet, residency, {}).decode()
     assert 'replica="r0"' not in text
     assert 'cartridge_router_in_flight{replica="r1"} 0.0' in text
 

@@ -8,7 +8,6 @@ import aiohttp
 import msgspec
 import pytest
 
-from cartridge_policies.cartridge_aware import CartridgeAware
 from cartridge_proto.codec import seal
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import Adapter, ConventionKind, Manifest
@@ -28,7 +27,7 @@ from cartridge_router.placement import Placer
 from cartridge_router.request import Route, parse_request
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import SelectedBy, Selection
-from cartridge_router.settings import PlacementSettings, ResidencySettings
+from cartridge_router.settings import AdmissionSettings, PlacementSettings, ResidencySettings
 from tests.loadtest.replica_client import Client, StartReplica, quick_settings
 from tests.proto.sample_artifact import engine_of
 from tests.router.fleets import fleet_of, named, start_fleet, start_replicas
@@ -133,8 +132,7 @@ def place_on_one(
     placer = Placer(
         fleet=fleet,
         residency=ResidencyMap(key=None, stale_after_s=1.0, fallback_after_s=1.0),
-        policy=CartridgeAware(),
-        max_in_flight=None,
+        settings=PlacementSettings(),
     )
     selection = Selection(
         (Cartridge(digest_of(manifest), manifest),),
@@ -214,10 +212,14 @@ async def test_a_prompt_that_does_not_fit_behind_the_cartridge_is_a_422(
 async def test_a_full_fleet_is_a_429_that_may_be_retried(
     start_replica: StartReplica, start_gateway: StartGateway
 ) -> None:
-    """At `max_in_flight` on every replica the next request is told to come again."""
+    """At `max_in_flight` on every replica, where none may wait, it is told to come again."""
     clients = await start_replicas(start_replica, 2, None, ttft_s=60.0)
     gateway = await start_gateway(
-        quick_gateway(*named(clients), placement=PlacementSettings(max_in_flight=1))
+        quick_gateway(
+            *named(clients),
+            placement=PlacementSettings(max_in_flight=1),
+            admission=AdmissionSettings(max_queued=0),
+        )
     )
     asking = [asyncio.create_task(gateway.ask()) for _ in range(2)]
     await gateway.has_metric("cartridge_router_in_flight", 2)
@@ -388,7 +390,7 @@ async def test_a_prefix_whole_in_hbm_is_known_by_its_composition(
         }
         residency.put_rows(registration, records)
     residency.mark_synced()
-    placer = Placer(fleet=fleet, residency=residency, policy=CartridgeAware(), max_in_flight=None)
+    placer = Placer(fleet=fleet, residency=residency, settings=PlacementSettings())
     request = parse_request(Route.CHAT, b'{"model":"any"}', {})
     placements = [placer.place(request, selection) for selection in selections for _ in range(2)]
     assert {placement.replica for placement in placements[:2]} == {warm}
