@@ -42,6 +42,7 @@ from cartridge_router.errors import (
 from cartridge_router.fleet import Fleet, ServedModel
 from cartridge_router.forwarding import Exchange, Forwarder, Outgoing
 from cartridge_router.limits import Limits
+from cartridge_router.live_settings import LiveSettings
 from cartridge_router.logs import REQUEST_ID
 from cartridge_router.placement import Placement, Placer
 from cartridge_router.receipts import ReceiptBook
@@ -77,7 +78,7 @@ _REPEATABLE: Final = re.compile(r"[ -~]{1,128}")
 class Services:
     """Everything the handlers use; made in `app.py`."""
 
-    settings: Settings
+    live: LiveSettings
     tenants: Tenants
     limits: Limits
     catalog: Catalog
@@ -91,6 +92,11 @@ class Services:
     metrics: Metrics
     tracer: Tracer
     drain: Drain
+
+    @property
+    def settings(self) -> Settings:
+        """Those in force."""
+        return self.live.present
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from cartridge_router.errors import ConfigurationError
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder, reuse_trace
 from cartridge_router.limits import Limits
-from cartridge_router.outliers import Outliers
+from cartridge_router.live_settings import LiveSettings, SettingsSource
+from cartridge_router.logs import configure_logging
 from cartridge_router.placement import Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
@@ -132,8 +133,7 @@ def _construct(
     receipts = ReceiptBook()
     residency = ResidencyMap(
         key=key,
-        stale_after_s=settings.residency.stale_after_s,
-        fallback_after_s=settings.residency.fallback_after_s,
+        settings=settings.residency,
         on_rejected=lambda reason: metrics.rejected_records.labels(reason).inc(),
     )
 
@@ -147,17 +147,10 @@ def _construct(
     fleet = Fleet(
         session=session,
         login=login,
-        probe_interval_s=settings.fleet.probe_interval_s,
-        probe_timeout_s=settings.fleet.probe_timeout_s,
-        num_failures=settings.fleet.num_failures,
-        must_probe_extension=must_probe_extension,
-        outliers=Outliers(
-            num_failures=settings.fleet.num_request_failures,
-            ejection_s=settings.fleet.ejection_s,
-            suspect_after_s=settings.fleet.suspect_after_s,
-        ),
-        on_gone=metrics.forget,
+        settings=settings.fleet,
         max_in_flight=settings.placement.max_in_flight,
+        must_probe_extension=must_probe_extension,
+        on_gone=metrics.forget,
     )
     fleet.set_all(Source.SETTINGS, settings.replica_urls())
     sources = _construct_sources(settings, key, fleet, residency, metrics)
@@ -169,7 +162,7 @@ def _construct(
     catalog = Catalog(store, settings.cartridges.refresh_s)
     admission = Admission(fleet, settings.admission)
     services = Services(
-        settings=settings,
+        live=LiveSettings(settings),
         tenants=tenants,
         limits=Limits(),
         catalog=catalog,
@@ -283,7 +276,7 @@ async def kept_running(job: Job, pause_s: float = RESTART_S) -> None:
         try:
             await job()
         except Exception:
-            logger.exception("%s failed and is begun again", job.__qualname__)
+            logger.exception("%s failed and is begun again", job)
         await asyncio.sleep(pause_s)
 
 
@@ -297,7 +290,7 @@ def make_app(services: Services, doors: Doors) -> web.Application:
 
 def drain_of(settings: Settings) -> Drain:
     """How a gateway with these settings ends."""
-    return Drain(settle_s=settings.drain.settle_s, grace_s=settings.drain.grace_s)
+    return Drain(settings.drain)
 
 
 @contextlib.asynccontextmanager
@@ -306,10 +299,12 @@ async def running_gateway(
     key: bytes | None,
     drain: Drain | None = None,
     operators_token: str | None = None,
+    source: SettingsSource | None = None,
 ) -> AsyncIterator[str]:
     """A listening gateway; yields its base URL (with the real port when 0 was asked for).
 
-    `operators_token` is asked of whoever comes to the listener of `settings.admin`.
+    `operators_token` is asked of whoever comes to the listener of `settings.admin`. `source`: where
+    the settings come from again when they change there; `None` = they stay.
     At the end of the block it takes no more connections, and lets what runs finish as `drain` says.
     """
     clients = settings.clients
@@ -352,22 +347,55 @@ async def running_gateway(
                 ssl=None if tls is None else tls.context,
                 ssl_handshake_timeout=None if tls is None else clients.head_timeout_s,
             )
-            renewal = None
+            jobs = list[Job]()
+            failures = services.metrics.reload_failures
             if tls is not None:
-                failed = services.metrics.reload_failures.labels("tls")
-                renewed = Renewed("tls", tls.files, tls.renew, failed.inc)
-                renewal = asyncio.create_task(kept_running(renewed.run))
+                renewed = Renewed("tls", tls.files, tls.renew, failures.labels("tls").inc)
+                jobs.append(renewed.run)
+            if source is not None:
+                jobs.append(
+                    functools.partial(
+                        services.live.follow,
+                        source,
+                        functools.partial(apply_settings, services, doors),
+                        failures.labels("settings").inc,
+                    )
+                )
+            running = [asyncio.create_task(kept_running(job)) for job in jobs]
             try:
                 port = listener.sockets[0].getsockname()[1]
                 yield f"{'http' if tls is None else 'https'}://{settings.host}:{port}"
             finally:
                 listener.close()
-                if renewal is not None:
-                    renewal.cancel()
-                    await asyncio.gather(renewal, return_exceptions=True)
+                await _end(running)
                 await _finish(runner.server, doors, drain)
         finally:
             await runner.cleanup()
+
+
+def apply_settings(services: Services, doors: Doors, settings: Settings) -> None:
+    """Have everything go by other settings, from the next request on.
+
+    Raises:
+        ConfigurationError: what is new in them does not go with the keys file; nothing has changed.
+    """
+    services.tenants.configure(settings)
+    services.fleet.configure(settings.fleet, settings.placement.max_in_flight)
+    services.fleet.set_all(Source.SETTINGS, settings.replica_urls())
+    services.residency.settings = settings.residency
+    services.catalog.refresh_s = settings.cartridges.refresh_s
+    services.selector.allow_uncertified_composition = (
+        settings.cartridges.allow_uncertified_composition
+    )
+    services.admission.settings = settings.admission
+    services.placer.configure(settings.placement)
+    services.forwarder.configure(settings.forwarding, settings.clients.write_timeout_s)
+    services.drain.settings = settings.drain
+    doors.max_connections = settings.clients.max_connections or most_connections()
+    doors.head_timeout_s = settings.clients.head_timeout_s
+    doors.write_buffer_bytes = settings.clients.write_buffer_bytes
+    if settings.logging != services.settings.logging:
+        configure_logging(settings.logging)
 
 
 async def _finish(server: web.Server, doors: Doors, drain: Drain) -> None:

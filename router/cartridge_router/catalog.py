@@ -40,7 +40,7 @@ class Catalog:
 
     def __init__(self, store: Store | None, refresh_s: float) -> None:
         self._store = store
-        self._refresh_s = refresh_s
+        self.refresh_s = refresh_s
         self._snapshot = _Snapshot()
 
     def find(self, alias_or_digest: str, tenant: str) -> Cartridge | None:
@@ -81,7 +81,7 @@ class Catalog:
     async def run(self) -> None:
         """Refresh until cancelled."""
         while True:
-            await asyncio.sleep(self._refresh_s)
+            await asyncio.sleep(self.refresh_s)
             try:
                 await self.refresh()
             except StoreUnavailable as error:

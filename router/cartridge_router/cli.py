@@ -6,6 +6,7 @@ from the entry-point group `cartridge_router.commands`.
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -127,6 +128,7 @@ def _add_serve(top: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     from cartridge_router.admin import admin_token
+    from cartridge_router.live_settings import SettingsSource
     from cartridge_router.logs import configure_logging
     from cartridge_router.serving import serve
 
@@ -134,9 +136,12 @@ def _serve(args: argparse.Namespace) -> int:
     if args.replicas is not None:
         flags["replicas"] = [part for part in args.replicas.split(",") if part]
     config = args.config or os.environ.get(f"{ENV_PREFIX}CONFIG")
-    settings = load_settings(Path(config) if config else None, os.environ, flags)
+    file = Path(config) if config else None
+    load = functools.partial(load_settings, file, dict(os.environ), flags)
+    settings = load()
     configure_logging(settings.logging)
-    serve(settings, residency_key(), admin_token(settings.admin, os.environ))
+    token = admin_token(settings.admin, os.environ)
+    serve(settings, residency_key(), token, SettingsSource(file, load))
     return 0
 
 

@@ -51,7 +51,7 @@ class Doors:
         write_buffer_bytes: int,
         on_refused: Callable[[str], None],
     ) -> None:
-        self._max_connections = max_connections
+        self.max_connections = max_connections
         self.head_timeout_s = head_timeout_s
         self.write_buffer_bytes = write_buffer_bytes
         self.on_refused = on_refused
@@ -74,7 +74,7 @@ class Doors:
     @property
     def is_full(self) -> bool:
         """Whether there may be no more."""
-        return len(self._open) >= self._max_connections
+        return len(self._open) >= self.max_connections
 
     def enter(self, transport: asyncio.BaseTransport, door: "_Door") -> None:
         """A connection is served."""

@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import logging
 
+from cartridge_router.settings import DrainSettings
+
 logger = logging.getLogger(__name__)
 
 
@@ -15,13 +17,11 @@ class Drain:
     """The end of one gateway. For use from one event loop.
 
     Args:
-        settle_s: how long requests are accepted after `begin`.
-        grace_s: how long those that run may take after that.
+        settings: how long requests are accepted after `begin`, and may run after that.
     """
 
-    def __init__(self, *, settle_s: float, grace_s: float) -> None:
-        self._settle_s = settle_s
-        self._grace_s = grace_s
+    def __init__(self, settings: DrainSettings) -> None:
+        self.settings = settings
         self._has_begun = asyncio.Event()
         self._is_settled = asyncio.Event()
         self._is_cut = asyncio.Event()
@@ -45,9 +45,9 @@ class Drain:
         await self._has_begun.wait()
         if self._is_settled.is_set():
             return
-        logger.info("draining: requests are accepted for %g s more", self._settle_s)
+        logger.info("draining: requests are accepted for %g s more", self.settings.settle_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settle_s):
+            async with asyncio.timeout(self.settings.settle_s):
                 await self._is_settled.wait()
 
     async def finish(self, has_ended: asyncio.Event) -> None:
@@ -56,10 +56,12 @@ class Drain:
             self.begin(must_settle=False)
         if has_ended.is_set():
             return
-        logger.info("draining: what runs may take %g s more", self._grace_s)
+        logger.info("draining: what runs may take %g s more", self.settings.grace_s)
         waiting = [asyncio.create_task(event.wait()) for event in (has_ended, self._is_cut)]
         try:
-            await asyncio.wait(waiting, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                waiting, timeout=self.settings.grace_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             for task in waiting:
                 task.cancel()

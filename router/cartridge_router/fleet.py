@@ -20,6 +20,7 @@ from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_KV_TRANSFER_PARAMS
 from cartridge_proto.residency import ReplicaId
 from cartridge_router.outliers import Outliers
 from cartridge_router.roster import Listed, Roster, Source
+from cartridge_router.settings import FleetSettings
 from cartridge_router.tls import EngineLogin
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Fleet:
     """All replicas, probed by one task each while `watch` runs. For use from one event loop.
 
     `must_probe_extension(replica)` says whether nothing else tells what the replica can do.
-    `outliers` says which of them others should be asked before. `on_gone(replica)` is called when
+    `on_gone(replica)` is called when
     a replica has left and the last of its requests has ended.
     """
 
@@ -106,29 +107,30 @@ class Fleet:
         *,
         session: aiohttp.ClientSession,
         login: EngineLogin,
-        probe_interval_s: float,
-        probe_timeout_s: float,
-        num_failures: int,
-        outliers: Outliers,
+        settings: FleetSettings,
+        max_in_flight: int | None = None,
         must_probe_extension: Callable[[ReplicaId], bool] = lambda replica: False,
         on_gone: Callable[[ReplicaId], None] = lambda replica: None,
-        max_in_flight: int | None = None,
     ) -> None:
         self.max_in_flight = max_in_flight
         """Limit of requests in flight for each replica; `None` = none."""
+        self.outliers = Outliers(settings)
         self._roster = Roster()
         self._replicas: dict[ReplicaId, Replica] = {}
         self._leaving: list[Replica] = []
         self._has_changed = asyncio.Event()
         self._session = session
         self._login = login
-        self._probe_interval_s = probe_interval_s
-        self._timeout = aiohttp.ClientTimeout(total=probe_timeout_s)
-        self._num_failures = num_failures
-        self.outliers = outliers
+        self._settings = settings
         self._must_probe_extension = must_probe_extension
         self._on_gone = on_gone
         self._on_freed: Callable[[], None] = lambda: None
+
+    def configure(self, settings: FleetSettings, max_in_flight: int | None) -> None:
+        """Probe and judge by other settings from now on."""
+        self._settings = self.outliers.settings = settings
+        self.max_in_flight = max_in_flight
+        self._on_freed()
 
     # --- who is there ----------------------------------------------------------------------------
     @property
@@ -261,7 +263,7 @@ class Fleet:
     async def _watch_one(self, replica: Replica) -> None:
         while True:
             await self.probe(replica)
-            await asyncio.sleep(self._probe_interval_s)
+            await asyncio.sleep(self._settings.probe_interval_s)
 
     async def probe(self, replica: Replica) -> None:
         """Ask one replica whether it is well and what it serves."""
@@ -270,7 +272,7 @@ class Fleet:
             replica.models = await self._ask(replica)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             replica.num_failures += 1
-            if replica.num_failures >= self._num_failures and replica.is_healthy:
+            if replica.num_failures >= self._settings.num_failures and replica.is_healthy:
                 logger.warning("replica %s is unhealthy: %r", replica.replica, error)
                 self._set_away(replica)
             return
@@ -297,7 +299,7 @@ class Fleet:
     ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._session.get(
             replica.url + path,
-            timeout=self._timeout,
+            timeout=aiohttp.ClientTimeout(total=self._settings.probe_timeout_s),
             headers=self._login.headers,
             ssl=self._login.context,
         )

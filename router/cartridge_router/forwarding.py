@@ -193,11 +193,16 @@ class Forwarder:
         self._login = login
         self._fleet = fleet
         self._receipts = receipts
-        self._settings = settings
         self._metrics = metrics
-        self._budget = RetryBudget(ratio=settings.retry_ratio, per_s=settings.retries_per_s)
         self._receipt_wait_s = receipt_wait_s
+        self._budget = RetryBudget(ratio=settings.retry_ratio, per_s=settings.retries_per_s)
+        self.configure(settings, write_timeout_s)
+
+    def configure(self, settings: ForwardingSettings, write_timeout_s: float) -> None:
+        """Forward what comes by other settings."""
+        self._settings = settings
         self._write_timeout_s = write_timeout_s
+        self._budget.configure(ratio=settings.retry_ratio, per_s=settings.retries_per_s)
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=None
         )

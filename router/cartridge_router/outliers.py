@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cartridge_proto.residency import ReplicaId
+from cartridge_router.settings import FleetSettings
 
 MAX_EJECTION_FACTOR = 10
 """A replica that is ejected again and again stays away so many times the first time at most."""
@@ -32,24 +33,15 @@ class Outliers:
     What a request or a probe tells of a replica that was removed meanwhile says nothing.
 
     Args:
-        num_failures: failures in a row until a replica is ejected.
-        ejection_s: how long the first time; each further time longer by as much.
-        suspect_after_s: how long a probe may be unanswered.
+        settings: `num_request_failures`, `ejection_s` and `suspect_after_s` of them.
         clock: seconds that never go back.
     """
 
     def __init__(
-        self,
-        *,
-        num_failures: int,
-        ejection_s: float,
-        suspect_after_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, settings: FleetSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.settings = settings
         self._records: dict[ReplicaId, _Record] = {}
-        self._num_failures = num_failures
-        self._ejection_s = ejection_s
-        self._suspect_after_s = suspect_after_s
         self._clock = clock
 
     def add(self, replica: ReplicaId) -> None:
@@ -79,13 +71,14 @@ class Outliers:
         if record is None:
             return False
         record.num_failures += 1
-        if record.num_failures < self._num_failures or now_s < record.ejected_until_s:
+        is_enough = record.num_failures >= self.settings.num_request_failures
+        if not is_enough or now_s < record.ejected_until_s:
             return False
         num_away = sum(other.ejected_until_s > now_s for other in self._records.values())
         if 2 * (num_away + 1) > len(self._records):
             return False
         record.num_ejections = min(record.num_ejections + 1, MAX_EJECTION_FACTOR)
-        record.ejected_until_s = now_s + self._ejection_s * record.num_ejections
+        record.ejected_until_s = now_s + self.settings.ejection_s * record.num_ejections
         return True
 
     def note_busy(self, replica: ReplicaId, retry_after_s: float) -> None:
@@ -111,6 +104,6 @@ class Outliers:
             return f"ejected after {record.num_failures} failures in a row"
         if now_s < record.busy_until_s:
             return "asked to be left alone (Retry-After)"
-        if record.asked_s is not None and now_s - record.asked_s > self._suspect_after_s:
+        if record.asked_s is not None and now_s - record.asked_s > self.settings.suspect_after_s:
             return "does not answer its probes"
         return None

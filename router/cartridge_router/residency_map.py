@@ -35,6 +35,7 @@ from cartridge_proto.residency import (
     ResidencyState,
     Tier,
 )
+from cartridge_router.settings import ResidencySettings
 
 T = TypeVar("T", ResidencyRecord, ResidencyChange, Registration, Receipt)
 
@@ -69,14 +70,12 @@ class ResidencyMap:
         self,
         *,
         key: bytes | None,
-        stale_after_s: float,
-        fallback_after_s: float,
+        settings: ResidencySettings,
         on_rejected: Callable[[str], None] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._key = key
-        self._stale_after_s = stale_after_s
-        self._fallback_after_s = fallback_after_s
+        self.settings = settings
         self._on_rejected = on_rejected
         self._clock = clock
         self._replicas: dict[ReplicaId, _Rows] = {}
@@ -92,9 +91,9 @@ class ResidencyMap:
     def mode(self) -> MapMode:
         """How far the map can be believed now."""
         age_s = self.age_s
-        if age_s is None or age_s >= self._fallback_after_s:
+        if age_s is None or age_s >= self.settings.fallback_after_s:
             return MapMode.FALLBACK
-        return MapMode.DEGRADED if age_s >= self._stale_after_s else MapMode.EXACT
+        return MapMode.DEGRADED if age_s >= self.settings.stale_after_s else MapMode.EXACT
 
     @property
     def has_replicas(self) -> bool:
@@ -152,7 +151,7 @@ class ResidencyMap:
         Where something lies in a lease's place that is not believed, the replica stays as it is:
         its next heartbeat mends that. After `fallback_after_s` it is forgotten all the same.
         """
-        oldest_s = self._clock() - self._fallback_after_s
+        oldest_s = self._clock() - self.settings.fallback_after_s
         for replica, rows in list(self._replicas.items()):
             is_doubted = replica in doubted and rows.believed_s > oldest_s
             if replica not in live and not is_doubted:

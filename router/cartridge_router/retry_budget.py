@@ -22,11 +22,16 @@ class RetryBudget:
     def __init__(
         self, *, ratio: float, per_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._clock = clock
+        self.configure(ratio=ratio, per_s=per_s)
+        self._tokens = self._limit
+        self._seen_s = clock()
+
+    def configure(self, *, ratio: float, per_s: float) -> None:
+        """Fill by other rates from now on."""
         self._ratio = ratio
         self._per_s = per_s
-        self._clock = clock
-        self._tokens = self._limit = max(1.0, per_s * BURST_S)
-        self._seen_s = clock()
+        self._limit = max(1.0, per_s * BURST_S)
 
     def note_request(self) -> None:
         """A request came."""

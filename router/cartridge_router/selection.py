@@ -101,7 +101,7 @@ class Selector:
 
     def __init__(self, catalog: Catalog, *, allow_uncertified_composition: bool) -> None:
         self._catalog = catalog
-        self._allow_uncertified = allow_uncertified_composition
+        self.allow_uncertified_composition = allow_uncertified_composition
 
     def select(self, request: ParsedRequest, tenant: str) -> Selection:
         """The Cartridges of a request, in the order given.
@@ -160,7 +160,7 @@ class Selector:
             if len(found) > largest:
                 raise _conflict("composition.max_set_size", [str(largest)])
             return True
-        if not self._allow_uncertified:
+        if not self.allow_uncertified_composition:
             raise IncompatibleCartridge(
                 "composition.class: isolated Cartridges are not joined unless the operator sets "
                 "cartridges.allow_uncertified_composition",

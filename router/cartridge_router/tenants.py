@@ -95,15 +95,26 @@ class Tenants:
     """Names the tenant of each request. For use from one event loop."""
 
     def __init__(self, settings: Settings, signing_keys: SigningKeys | None) -> None:
-        self._settings = settings.tenants
         self._signing_keys = signing_keys
+        file = settings.tenants.keys_file
+        self._file = None if file is None else Path(file)
+        self._content = KeysFile()
+        self._watch: FileWatch | None = None
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Know tenants by other settings, and by the keys file as it was last read.
+
+        Raises:
+            ConfigurationError: the two do not go together; then nothing has changed.
+        """
+        if problems := _problems(self._content, settings.tenants):
+            raise ConfigurationError([f"{self._file}: {problem}" for problem in problems])
+        self._settings = settings.tenants
+        self._known = _known(self._settings, self._content)
         self._everybody = Tenant(
             settings.tenant, settings.trust_client_fields, LimitSettings(), MAX_PRIORITY
         )
-        file = settings.tenants.keys_file
-        self._file = None if file is None else Path(file)
-        self._known = _known(self._settings, KeysFile())
-        self._watch: FileWatch | None = None
 
     def authorise(self, headers: Mapping[str, str]) -> Tenant:
         """The tenant of a request. Costs a hash, or for a token a signature's check.
@@ -163,7 +174,7 @@ class Tenants:
         """
         if self._file is not None:
             self._watch = await asyncio.to_thread(FileWatch, [self._file])
-            self._known = await asyncio.to_thread(_read_known, self._settings, self._file)
+            await self._read(self._file)
         if self._signing_keys is not None:
             await self._signing_keys.fetch()
 
@@ -175,12 +186,21 @@ class Tenants:
             if not await asyncio.to_thread(self._watch.has_changed):
                 continue
             try:
-                self._known = await asyncio.to_thread(_read_known, self._settings, self._file)
+                await self._read(self._file)
             except ConfigurationError as error:
                 for problem in error.problems:
                     logger.error("the keys stay as they are: %s", problem)  # noqa: TRY400
             else:
                 logger.info("%s: %d keys are in force", self._file, len(self._known.keys))
+
+    async def _read(self, file: Path) -> None:
+        settings = self._settings
+        content = await asyncio.to_thread(read_keys_file, file, settings)
+        if settings is not self._settings and (problems := _problems(content, self._settings)):
+            # They changed meanwhile.
+            raise ConfigurationError([f"{file}: {problem}" for problem in problems])
+        self._content = content
+        self._known = _known(self._settings, content)
 
 
 def key_hash(key: str) -> str:
@@ -238,21 +258,26 @@ def read_keys_file(file: Path, settings: TenantSettings) -> KeysFile:
             key.
     """
     content = _parse(file)
+    if problems := _problems(content, settings):
+        raise ConfigurationError([f"{file}: {problem}" for problem in problems])
+    return content
+
+
+def _problems(content: KeysFile, settings: TenantSettings) -> list[str]:
+    """What does not go together in a keys file, or with the tenants that settings list."""
     problems = [
-        f"{file}: tenants.{name}: the settings list it too"
+        f"tenants.{name}: the settings list it too"
         for name in content.tenants
         if name in settings.listed
     ]
     first: dict[str, int] = {}
     for index, key in enumerate(content.keys):
         if key.tenant not in content.tenants and key.tenant not in settings.listed:
-            problems.append(f"{file}: keys[{index}].tenant: {key.tenant} is listed nowhere")
+            problems.append(f"keys[{index}].tenant: {key.tenant} is listed nowhere")
         before = first.setdefault(key.sha256[:INDEX_CHARS], index)
         if before != index:
-            problems.append(f"{file}: keys[{index}].sha256: the same as keys[{before}]")
-    if problems:
-        raise ConfigurationError(problems)
-    return content
+            problems.append(f"keys[{index}].sha256: the same as keys[{before}]")
+    return problems
 
 
 def _parse(file: Path) -> KeysFile:
@@ -303,10 +328,6 @@ def _known(settings: TenantSettings, content: KeysFile) -> _Known:
     }
     keys = {key.sha256[:INDEX_CHARS]: (key.sha256, tenants[key.tenant]) for key in content.keys}
     return _Known(tenants, keys)
-
-
-def _read_known(settings: TenantSettings, file: Path) -> _Known:
-    return _known(settings, read_keys_file(file, settings))
 
 
 def _sent_key(headers: Mapping[str, str]) -> str:

@@ -12,26 +12,26 @@ import aiohttp
 from cartridge_proto.residency import ReplicaId
 from cartridge_proto.stores import LocalStore
 from cartridge_router.fleet import Fleet
-from cartridge_router.outliers import Outliers
 from cartridge_router.roster import Source
-from cartridge_router.settings import EngineSettings
+from cartridge_router.settings import EngineSettings, FleetSettings
 from cartridge_router.tls import EngineLogin
 from tests.loadtest.replica_client import Client, StartReplica, quick_settings
 from tests.router.gateway_client import Gateway, StartGateway, quick_gateway
 
 
-def no_outliers() -> Outliers:
-    """Nobody is ejected or suspected within a test."""
-    return Outliers(num_failures=1000, ejection_s=1.0, suspect_after_s=60.0)
-
-
 def fleet_of(session: aiohttp.ClientSession, urls: Mapping[ReplicaId, str], **fields: Any) -> Fleet:
-    """A fleet of these replicas, probed often, unhealthy after three failed probes."""
+    """A fleet of these replicas, probed often, unhealthy after three failed probes.
+
+    Nobody is ejected or suspected within a test.
+    """
     settings: dict[str, Any] = {
-        "probe_interval_s": 0.02,
-        "probe_timeout_s": 5.0,
-        "num_failures": 3,
-        "outliers": no_outliers(),
+        "settings": FleetSettings(
+            probe_interval_s=0.02,
+            probe_timeout_s=5.0,
+            num_failures=3,
+            num_request_failures=1000,
+            suspect_after_s=60.0,
+        ),
         "login": EngineLogin(EngineSettings()),
     }
     fleet = Fleet(session=session, **(settings | fields))

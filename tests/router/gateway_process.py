@@ -38,7 +38,9 @@ async def running_process(
     session: aiohttp.ClientSession, *replicas: str, environment: Mapping[str, str]
 ) -> AsyncIterator[GatewayProcess]:
     """A gateway in front of these replicas, with settings from an environment."""
-    command = ["-m", "cartridge_router", "serve", "--port", "0", "--replicas", ",".join(replicas)]
+    command = ["-m", "cartridge_router", "serve", "--port", "0"]
+    if replicas:
+        command += ["--replicas", ",".join(replicas)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,

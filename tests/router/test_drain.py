@@ -174,7 +174,7 @@ async def test_a_request_whose_bytes_have_come_is_answered(
 @pytest.mark.parametrize("must_settle", [True, False])
 async def test_the_stages_come_in_order(must_settle: bool) -> None:
     """Nothing is waited for longer than it is needed."""
-    drain, has_ended = Drain(settle_s=60.0, grace_s=60.0), asyncio.Event()
+    drain, has_ended = Drain(DrainSettings(settle_s=60.0, grace_s=60.0)), asyncio.Event()
     settling = asyncio.create_task(drain.settle())
     await asyncio.sleep(0)
     assert (drain.is_begun, settling.done()) == (False, False)

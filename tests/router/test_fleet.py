@@ -16,6 +16,7 @@ from cartridge_proto.stores import LocalStore
 from cartridge_router.fleet import Fleet, Replica, ServedModel
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.roster import Source
+from cartridge_router.settings import ResidencySettings
 from cartridge_router.telemetry import Metrics
 from tests.loadtest.cartridge_requests import until
 from tests.loadtest.replica_client import MODEL, StartReplica, quick_settings
@@ -244,7 +245,9 @@ async def test_rows_of_a_replica_that_is_gone_go(session: aiohttp.ClientSession)
     """In flight they are still counted; afterwards no metric has the name."""
     metrics = Metrics()
     fleet = fleet_of(session, {R0: URL, R1: "http://127.0.0.1:10"}, on_gone=metrics.forget)
-    residency = ResidencyMap(key=None, stale_after_s=1.0, fallback_after_s=1.0)
+    residency = ResidencyMap(
+        key=None, settings=ResidencySettings(stale_after_s=1.0, fallback_after_s=1.0)
+    )
     metrics.ejections.labels(R0).inc()
     replica = fleet.replicas[0]
     with fleet.in_flight(replica):

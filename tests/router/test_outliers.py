@@ -8,6 +8,7 @@ from cartridge_proto.residency import ReplicaId
 from cartridge_router.attempts import Attempts
 from cartridge_router.outliers import MAX_BUSY_S, Outliers
 from cartridge_router.retry_budget import BURST_S, RetryBudget
+from cartridge_router.settings import FleetSettings
 
 NAMES = [ReplicaId(f"r{index}") for index in range(4)]
 
@@ -31,7 +32,8 @@ def clock() -> Clock:
 
 def outliers_of(clock: Clock, num_replicas: int = 4) -> Outliers:
     """Five failures in a row, ten seconds, a second without an answer."""
-    outliers = Outliers(num_failures=5, ejection_s=10.0, suspect_after_s=1.0, clock=clock)
+    settings = FleetSettings(num_request_failures=5, ejection_s=10.0, suspect_after_s=1.0)
+    outliers = Outliers(settings, clock)
     for name in NAMES[:num_replicas]:
         outliers.add(name)
     return outliers

@@ -131,7 +131,9 @@ def place_on_one(
         entry.models = models
     placer = Placer(
         fleet=fleet,
-        residency=ResidencyMap(key=None, stale_after_s=1.0, fallback_after_s=1.0),
+        residency=ResidencyMap(
+            key=None, settings=ResidencySettings(stale_after_s=1.0, fallback_after_s=1.0)
+        ),
         settings=PlacementSettings(),
     )
     selection = Selection(
@@ -347,7 +349,9 @@ async def test_a_prefix_whole_in_hbm_is_known_by_its_composition(
     manifest = put_cartridge(store)
     cold, warm = ReplicaId("cold"), ReplicaId("warm")
     fleet = fleet_of(session, {cold: "http://127.0.0.1:9", warm: "http://127.0.0.1:10"})
-    residency = ResidencyMap(key=None, stale_after_s=60.0, fallback_after_s=60.0)
+    residency = ResidencyMap(
+        key=None, settings=ResidencySettings(stale_after_s=60.0, fallback_after_s=60.0)
+    )
     selections = [
         Selection(
             (Cartridge(digest_of(manifest), manifest),),

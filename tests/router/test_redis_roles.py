@@ -15,6 +15,7 @@ from cartridge_proto.residency import Receipt, ReplicaId, Tier
 from cartridge_router.cli import run
 from cartridge_router.demo.stack import ClosedRedis, running_redis
 from cartridge_router.residency_map import RedisReader, ResidencyMap
+from cartridge_router.settings import ResidencySettings
 from tests.loadtest.cartridge_requests import until
 from tests.proto.sample_artifact import engine_of, sample_artifact
 from tests.router.sample_receipts import receipt_of
@@ -64,8 +65,7 @@ async def test_each_role_can_do_what_it_needs(closed: ClosedRedis) -> None:
     receipts: list[Receipt] = []
     residency = ResidencyMap(
         key=environment[names.ENV_RESIDENCY_KEY].encode(),
-        stale_after_s=3.0,
-        fallback_after_s=30.0,
+        settings=ResidencySettings(stale_after_s=3.0, fallback_after_s=30.0),
         on_rejected=rejected.append,
     )
     reader = RedisReader(

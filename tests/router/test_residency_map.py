@@ -27,6 +27,7 @@ from cartridge_proto.residency import (
     Tier,
 )
 from cartridge_router.residency_map import RedisReader, ResidencyMap
+from cartridge_router.settings import ResidencySettings
 from cartridge_router.testing import FakeClock
 from tests.loadtest.cartridge_requests import until
 from tests.proto.sample_artifact import engine_of, sample_artifact
@@ -51,8 +52,7 @@ class Mirror:
     def __post_init__(self) -> None:
         self.map = ResidencyMap(
             key=self.key,
-            stale_after_s=3.0,
-            fallback_after_s=30.0,
+            settings=ResidencySettings(stale_after_s=3.0, fallback_after_s=30.0),
             on_rejected=self.rejected.append,
             clock=self.clock,
         )

@@ -12,7 +12,7 @@ from cartridge_router.demo.stack import free_port
 from cartridge_router.discovery.registrations import STAY_S, Registrations
 from cartridge_router.errors import ConfigurationError
 from cartridge_router.residency_map import ResidencyMap
-from cartridge_router.settings import FleetSettings, Settings
+from cartridge_router.settings import FleetSettings, ResidencySettings, Settings
 from cartridge_router.testing import FakeClock
 from tests.loadtest.cartridge_requests import until
 from tests.loadtest.replica_client import StartReplica, quick_settings
@@ -33,9 +33,7 @@ class Live:
 
     def __init__(self) -> None:
         self.clock, self.listening = FakeClock(), Listening()
-        self.map = ResidencyMap(
-            key=None, stale_after_s=3.0, fallback_after_s=30.0, clock=self.clock
-        )
+        self.map = ResidencyMap(key=None, settings=ResidencySettings(), clock=self.clock)
         self.source = Registrations(self.map, self.listening.channel, poll_s=0.01, clock=self.clock)
 
     def register(self, **urls: str | None) -> None:
