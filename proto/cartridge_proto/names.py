@@ -96,6 +96,8 @@ def redis_user_of_engine(replica: str) -> str:
 # --- environment -----------------------------------------------------------------------------
 ENV_PREFIX: Final = "CARTRIDGE_ROUTER_"
 ENV_RESIDENCY_KEY: Final = "CARTRIDGE_ROUTER_RESIDENCY_KEY"
+ENV_WORKER: Final = "CARTRIDGE_ROUTER_WORKER"
+"""What a gateway's process tells the workers that it starts."""
 ENV_ADMIN_TOKEN: Final = "CARTRIDGE_ROUTER_ADMIN_TOKEN"  # noqa: S105 - the name, no secret
 ENV_CONTROL_TOKEN: Final = "CARTRIDGE_ROUTER_CONTROL_TOKEN"  # noqa: S105 - the name, no secret
 ENV_REDIS_USERNAME: Final = "CARTRIDGE_ROUTER_REDIS_USERNAME"

@@ -36,6 +36,7 @@ from cartridge_router.errors import (
 from cartridge_router.fleet import Fleet, Replica
 from cartridge_router.roster import Listed, NamedReplica
 from cartridge_router.settings import AdminSettings
+from cartridge_router.siblings import Siblings
 
 MIN_TOKEN_CHARS: Final = 16
 MAX_BODY_BYTES: Final = 65_536
@@ -71,7 +72,11 @@ def admin_token(settings: AdminSettings, environment: Mapping[str, str]) -> str 
 
 @contextlib.asynccontextmanager
 async def running_admin(
-    settings: AdminSettings, token: str | None, fleet: Fleet, on_refused: Callable[[str], None]
+    settings: AdminSettings,
+    token: str | None,
+    fleet: Fleet,
+    on_refused: Callable[[str], None],
+    siblings: Siblings | None = None,
 ) -> AsyncIterator[str | None]:
     """A listener for operators, for as long as the block does; yields its base URL, if it is on.
 
@@ -97,7 +102,7 @@ async def running_admin(
     app = web.Application(
         middlewares=[around_handlers(doors), _for_operators(token)], client_max_size=MAX_BODY_BYTES
     )
-    app.add_routes(Admin(fleet).routes())
+    app.add_routes(Admin(fleet, siblings).routes())
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
     await runner.setup()
     assert runner.server is not None  # noqa: S101 - there after `setup`
@@ -114,10 +119,11 @@ async def running_admin(
 
 
 class Admin:
-    """Handlers of one fleet's operators."""
+    """Handlers of one fleet's operators; other workers, if any, are told what they change."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, siblings: Siblings | None) -> None:
         self._fleet = fleet
+        self._siblings = siblings
 
     def routes(self) -> list[web.RouteDef]:
         """Every path that is served."""
@@ -144,8 +150,10 @@ class Admin:
                 f"{name} is there, at {present.url}; remove it before", param="name"
             )
         self._fleet.add(name, entry.url)
+        await self._tell_siblings()
         replica = self._fleet.find(name)
-        assert replica is not None  # noqa: S101 - it was added
+        if replica is None:
+            raise UnknownReplica(f"{name} was removed at once", param="name")
         return json_response(self._shown(replica), status=201 if present is None else 200)
 
     async def remove(self, request: web.Request) -> web.Response:
@@ -155,7 +163,12 @@ class Admin:
         if replica is None:
             raise UnknownReplica(f"there is no replica {name!r}", param="name")
         self._fleet.remove(name)
+        await self._tell_siblings()
         return json_response(self._shown(replica))
+
+    async def _tell_siblings(self) -> None:
+        if self._siblings is not None:
+            await self._siblings.tell_changes()
 
     def _shown(self, replica: Replica) -> dict[str, Any]:
         is_present = self._fleet.find(replica.replica) is replica

@@ -50,8 +50,9 @@ from cartridge_router.request import ParsedRequest, Route, engine_body, parse_re
 from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import Selection, Selector
 from cartridge_router.settings import Settings
+from cartridge_router.siblings import Siblings
 from cartridge_router.steering import Steering, read_steering
-from cartridge_router.telemetry import Metrics, current_traceparent
+from cartridge_router.telemetry import Metrics, current_traceparent, merged
 from cartridge_router.tenants import Tenant, Tenants
 
 _OUTSIDE_V1 = ("/tokenize", "/detokenize", "/pooling", "/classify")
@@ -92,6 +93,10 @@ class Services:
     metrics: Metrics
     tracer: Tracer
     drain: Drain
+    render_metrics: Callable[[], bytes]
+    """Prometheus text of this process."""
+    siblings: Siblings | None
+    """The other workers; `None` where there is one process."""
 
     @property
     def settings(self) -> Settings:
@@ -415,9 +420,10 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
         services = self._services
-        body = services.metrics.render(
-            services.fleet, services.residency, services.admission.num_queued
-        )
+        if services.siblings is None:
+            body = services.render_metrics()
+        else:
+            body = await asyncio.to_thread(merged, await services.siblings.metrics())
         return web.Response(body=body, headers={"content-type": "text/plain; version=0.0.4"})
 
 

@@ -41,6 +41,7 @@ from cartridge_router.residency_map import RedisReader, ResidencyMap
 from cartridge_router.roster import Source
 from cartridge_router.selection import Selector
 from cartridge_router.settings import KubernetesSettings, Settings
+from cartridge_router.siblings import Siblings, Worker
 from cartridge_router.signing_keys import SigningKeys
 from cartridge_router.telemetry import SERVICE, Metrics, otlp_provider
 from cartridge_router.tenants import Tenants
@@ -85,7 +86,7 @@ ENGINE_KEEPALIVE_S = 3.0
 
 @contextlib.asynccontextmanager
 async def running_services(
-    settings: Settings, key: bytes | None, drain: Drain
+    settings: Settings, key: bytes | None, drain: Drain, worker: Worker | None
 ) -> AsyncIterator[Services]:
     """Everything that runs beside the HTTP server, for as long as the block does."""
     login = await asyncio.to_thread(EngineLogin, settings.engines)
@@ -102,8 +103,10 @@ async def running_services(
         async with contextlib.AsyncExitStack() as stack:
             if traces is not None:
                 stack.push_async_callback(asyncio.to_thread, traces.shutdown)
-            services, jobs = _construct(settings, key, session, login, tracer, drain)
+            services, jobs = _construct(settings, key, session, login, tracer, drain, worker)
             stack.callback(services.catalog.close)
+            if services.siblings is not None:
+                await services.siblings.catch_up()
             await services.tenants.read_first()
             await services.catalog.read_first()
             with contextlib.suppress(TimeoutError):
@@ -128,6 +131,7 @@ def _construct(
     login: EngineLogin,
     tracer: trace.Tracer,
     drain: Drain,
+    worker: Worker | None,
 ) -> tuple[Services, list[Job]]:
     metrics = Metrics()
     receipts = ReceiptBook()
@@ -161,6 +165,18 @@ def _construct(
     store = open_store(settings.store) if settings.store else None
     catalog = Catalog(store, settings.cartridges.refresh_s)
     admission = Admission(fleet, settings.admission)
+
+    def render_metrics() -> bytes:
+        return metrics.render(fleet, residency, admission.num_queued)
+
+    siblings = None
+    if worker is not None:
+        siblings = Siblings(
+            worker,
+            render=render_metrics,
+            changes=lambda: fleet.changes,
+            follow=fleet.follow,
+        )
     services = Services(
         live=LiveSettings(settings),
         tenants=tenants,
@@ -189,7 +205,28 @@ def _construct(
         metrics=metrics,
         tracer=tracer,
         drain=drain,
+        render_metrics=render_metrics,
+        siblings=siblings,
     )
+
+    jobs: list[Job] = [*sources, fleet.watch, admission.run, catalog.run]
+    if login.files:
+        failed = metrics.reload_failures.labels("engines")
+        renewed = Renewed("engines", login.files, login.renew, failed.inc)
+        jobs.append(renewed.run)
+    if settings.redis_url is not None:
+        on_receipt = _counted(metrics, receipts)
+        reader = RedisReader(url=settings.redis_url, residency=residency, on_receipt=on_receipt)
+        jobs.append(reader.run)
+    if settings.tenants.keys_file is not None:
+        jobs.append(tenants.run)
+    if signing_keys is not None:
+        jobs.append(signing_keys.run)
+    return services, jobs
+
+
+def _counted(metrics: Metrics, receipts: ReceiptBook) -> Callable[[Receipt], None]:
+    """What happens to a receipt: it is compared with what was predicted, and kept."""
 
     def on_receipt(receipt: Receipt) -> None:
         metrics.receipts.labels(receipt.status.value).inc()
@@ -203,19 +240,7 @@ def _construct(
             metrics.mispredictions.labels(predicted.value, served.value).inc()
         receipts.note(receipt)
 
-    jobs: list[Job] = [*sources, fleet.watch, admission.run, catalog.run]
-    if login.files:
-        failed = metrics.reload_failures.labels("engines")
-        renewed = Renewed("engines", login.files, login.renew, failed.inc)
-        jobs.append(renewed.run)
-    if settings.redis_url is not None:
-        reader = RedisReader(url=settings.redis_url, residency=residency, on_receipt=on_receipt)
-        jobs.append(reader.run)
-    if settings.tenants.keys_file is not None:
-        jobs.append(tenants.run)
-    if signing_keys is not None:
-        jobs.append(signing_keys.run)
-    return services, jobs
+    return on_receipt
 
 
 def _construct_sources(
@@ -300,24 +325,29 @@ async def running_gateway(
     drain: Drain | None = None,
     operators_token: str | None = None,
     source: SettingsSource | None = None,
+    worker: Worker | None = None,
 ) -> AsyncIterator[str]:
     """A listening gateway; yields its base URL (with the real port when 0 was asked for).
 
     `operators_token` is asked of whoever comes to the listener of `settings.admin`. `source`: where
-    the settings come from again when they change there; `None` = they stay.
+    the settings come from again when they change there; `None` = they stay. `worker`: which of
+    several processes on one port this is; `None` = it is the only one.
     At the end of the block it takes no more connections, and lets what runs finish as `drain` says.
     """
     clients = settings.clients
     drain = drain or drain_of(settings)
     async with contextlib.AsyncExitStack() as stack:
-        services = await stack.enter_async_context(running_services(settings, key, drain))
+        services = await stack.enter_async_context(running_services(settings, key, drain, worker))
 
         def on_refused(reason: str) -> None:
             services.metrics.refused_connections.labels(reason).inc()
 
-        admin = running_admin(settings.admin, operators_token, services.fleet, on_refused)
-        if (admin_url := await stack.enter_async_context(admin)) is not None:
-            logger.info("operators are served at %s", admin_url)
+        if worker is None or worker.serves_operators:
+            admin = running_admin(
+                settings.admin, operators_token, services.fleet, on_refused, services.siblings
+            )
+            if (admin_url := await stack.enter_async_context(admin)) is not None:
+                logger.info("operators are served at %s", admin_url)
         doors = Doors(
             max_connections=clients.max_connections or most_connections(),
             head_timeout_s=clients.head_timeout_s,
@@ -342,8 +372,9 @@ async def running_gateway(
             listener = await asyncio.get_running_loop().create_server(
                 doors.before(runner.server),
                 settings.host,
-                settings.port,
+                settings.port if worker is None else worker.port,
                 backlog=BACKLOG,
+                reuse_port=worker is not None,
                 ssl=None if tls is None else tls.context,
                 ssl_handshake_timeout=None if tls is None else clients.head_timeout_s,
             )
@@ -363,6 +394,9 @@ async def running_gateway(
                 )
             running = [asyncio.create_task(kept_running(job)) for job in jobs]
             try:
+                if services.siblings is not None:
+                    # Whoever started this process sees by the socket that it serves.
+                    await stack.enter_async_context(services.siblings.listening())
                 port = listener.sockets[0].getsockname()[1]
                 yield f"{'http' if tls is None else 'https'}://{settings.host}:{port}"
             finally:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cartridge_proto.names import ENTRY_POINT_COMMANDS, ENV_ADMIN_TOKEN, ENV_PREFIX
+from cartridge_proto.names import ENTRY_POINT_COMMANDS, ENV_ADMIN_TOKEN, ENV_PREFIX, ENV_WORKER
 from cartridge_proto.redis_users import (
     InvalidLogin,
     command_lines,
@@ -47,6 +47,7 @@ class Command(Protocol):
 def run(arguments: Sequence[str]) -> int:
     """Parse and run; returns the exit status."""
     args = _parser().parse_args(arguments)
+    args.arguments = list(arguments)
     try:
         status: int = args.run(args)
     except ConfigurationError as error:
@@ -120,6 +121,7 @@ def _add_serve(top: Any) -> None:
         add("--host", help="address to listen on; default 127.0.0.1")
         add("--port", type=int, help="port to listen on; default 8000")
         add("--replicas", help="URL or name=URL, separated by commas")
+        add("--workers", type=int, help="processes that listen on the port; default 1")
         add("--redis-url", help="where engines publish residency")
         add("--store", help="Cartridge store: folder or URL")
 
@@ -131,8 +133,12 @@ def _serve(args: argparse.Namespace) -> int:
     from cartridge_router.live_settings import SettingsSource
     from cartridge_router.logs import configure_logging
     from cartridge_router.serving import serve
+    from cartridge_router.siblings import Worker
+    from cartridge_router.workers import run_workers
 
-    flags = {name: getattr(args, name) for name in ("host", "port", "redis_url", "store")}
+    flags = {
+        name: getattr(args, name) for name in ("host", "port", "workers", "redis_url", "store")
+    }
     if args.replicas is not None:
         flags["replicas"] = [part for part in args.replicas.split(",") if part]
     config = args.config or os.environ.get(f"{ENV_PREFIX}CONFIG")
@@ -141,7 +147,11 @@ def _serve(args: argparse.Namespace) -> int:
     settings = load()
     configure_logging(settings.logging)
     token = admin_token(settings.admin, os.environ)
-    serve(settings, residency_key(), token, SettingsSource(file, load))
+    told = os.environ.get(ENV_WORKER)
+    if settings.workers > 1 and told is None:
+        return run_workers(settings, args.arguments)
+    worker = None if told is None else msgspec.json.decode(told, type=Worker)
+    serve(settings, residency_key(), token, SettingsSource(file, load), worker)
     return 0
 
 

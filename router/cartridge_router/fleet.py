@@ -19,7 +19,7 @@ import msgspec
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_KV_TRANSFER_PARAMS
 from cartridge_proto.residency import ReplicaId
 from cartridge_router.outliers import Outliers
-from cartridge_router.roster import Listed, Roster, Source
+from cartridge_router.roster import Listed, OperatorChanges, Roster, Source
 from cartridge_router.settings import FleetSettings
 from cartridge_router.tls import EngineLogin
 
@@ -168,6 +168,16 @@ class Fleet:
         It stays out until it is added, or no source lists it any more.
         """
         self._roster.take_out(replica)
+        self._follow_roster()
+
+    @property
+    def changes(self) -> OperatorChanges:
+        """What operators have changed."""
+        return self._roster.changes
+
+    def follow(self, changes: OperatorChanges) -> None:
+        """Change what operators have changed at another worker."""
+        self._roster.follow(changes)
         self._follow_roster()
 
     def _follow_roster(self) -> None:

@@ -43,6 +43,13 @@ class Listed:
     source: Source
 
 
+class OperatorChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What operators have changed: replicas they added, by name, and names they took out."""
+
+    added: dict[ReplicaId, str]
+    taken_out: list[ReplicaId]
+
+
 class Roster:
     """The lists of all sources of one fleet. For use from one event loop."""
 
@@ -70,6 +77,18 @@ class Roster:
         self._taken_out.add(name)
         kept = {each: url for each, url in self._lists[Source.OPERATOR].items() if each != name}
         self.replace(Source.OPERATOR, kept)
+
+    @property
+    def changes(self) -> OperatorChanges:
+        """All that operators have changed and that still counts."""
+        return OperatorChanges(
+            added=dict(self._lists[Source.OPERATOR]), taken_out=sorted(self._taken_out)
+        )
+
+    def follow(self, changes: OperatorChanges) -> None:
+        """Take over what operators have changed elsewhere, in place of what they changed here."""
+        self._taken_out = set(changes.taken_out)
+        self.replace(Source.OPERATOR, changes.added)
 
     @property
     def present(self) -> dict[ReplicaId, Listed]:

@@ -23,6 +23,7 @@ from cartridge_proto.names import (
     ENV_REDIS_PASSWORD,
     ENV_REDIS_PASSWORD_FILE,
     ENV_REDIS_USERNAME,
+    ENV_WORKER,
 )
 from cartridge_proto.redis_users import InvalidLogin, with_login
 from cartridge_proto.residency import ReplicaId
@@ -48,6 +49,7 @@ _NOT_FROM_ENVIRONMENT = frozenset(
         name.removeprefix(ENV_PREFIX)
         for name in (
             ENV_ADMIN_TOKEN,
+            ENV_WORKER,
             ENV_REDIS_USERNAME,
             ENV_REDIS_PASSWORD,
             ENV_REDIS_PASSWORD_FILE,
@@ -298,6 +300,8 @@ class Settings(_Section, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    workers: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    """Processes that listen on the port; limits and queues are of each."""
     replicas: list[str] = []
     """`URL` or `name=URL`; the name defaults to host:port."""
     redis_url: str | None = None

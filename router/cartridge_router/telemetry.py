@@ -3,9 +3,10 @@
 Owns the instruments. Refuses client-derived label values: labels come from settings and enums.
 """
 
+import operator
 import uuid
 from collections import Counter as Counts
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.propagate import inject
@@ -13,6 +14,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from cartridge_policies.types import MapMode
 from cartridge_proto import names
@@ -43,6 +46,60 @@ def current_traceparent() -> str | None:
     carrier: dict[str, str] = {}
     inject(carrier)
     return carrier.get("traceparent")
+
+
+_EACH_WORKER_SEES_ALL = frozenset(
+    {names.METRIC_RECEIPTS, names.METRIC_REJECTED_RECORDS}
+    | {names.METRIC_DISCOVERY_FAILURES, names.METRIC_RELOAD_FAILURES}
+)
+"""Counters of what comes to every worker alike: the sum would count it again and again."""
+_PARTS_OF_A_WHOLE = frozenset(
+    {names.METRIC_IN_FLIGHT, names.METRIC_QUEUED, names.METRIC_CONNECTIONS}
+)
+"""Gauges that add up over workers."""
+
+
+def merged(texts: Sequence[bytes]) -> bytes:
+    """Prometheus text of all workers of one gateway, from that of each.
+
+    What counts requests adds up. Of what each worker says of the same thing the largest value is
+    taken, but for health: a replica is well if all say so.
+    """
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    families: dict[str, Metric] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text.decode()):
+            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            join = _joined_by(family)
+            found = values.setdefault(family.name, {})
+            for sample in family.samples:
+                key = (sample.name, tuple(sample.labels.items()))
+                found[key] = join(found[key], sample.value) if key in found else sample.value
+    for name, family in families.items():
+        for (sample_name, labels), value in values[name].items():
+            family.add_sample(sample_name, dict(labels), value)
+    return generate_latest(_Collected(list(families.values())))
+
+
+def _joined_by(family: Metric) -> Callable[[float, float], float]:
+    if family.name == names.METRIC_REPLICA_HEALTHY:
+        return min
+    if family.name in _PARTS_OF_A_WHOLE:
+        return operator.add
+    is_count = family.type in {"counter", "histogram"}
+    return operator.add if is_count and family.name not in _EACH_WORKER_SEES_ALL else max
+
+
+class _Collected(CollectorRegistry):
+    """What was collected elsewhere."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        """As it came."""
+        return self._families
 
 
 class Metrics:

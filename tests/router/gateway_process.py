@@ -23,6 +23,11 @@ class GatewayProcess:
         self.gateway = gateway
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started."""
+        return self._process.pid
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal."""
         self._process.send_signal(number)
