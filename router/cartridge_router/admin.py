@@ -1,7 +1,7 @@
-"""What operators ask of a running gateway, on a listener of its own: which replicas there are.
+"""What operators ask of a running gateway, on a listener of its own: how it is, and which replicas.
 
-Owns `/admin/replicas` and who may ask. Refuses what clients send, and addresses that others can
-reach without a token.
+Owns `/admin/replicas`, `/admin/state`, the page at `/ui` and who may ask. Refuses what clients
+send, and addresses that others can reach without a token.
 
 Source: RFC 6750 (bearer tokens).
 """
@@ -11,9 +11,10 @@ import contextlib
 import hmac
 import ipaddress
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -21,7 +22,7 @@ from aiohttp.typedefs import Middleware
 
 from cartridge_proto.names import ENV_ADMIN_TOKEN, HEADER_AUTHORIZATION
 from cartridge_proto.residency import ReplicaId
-from cartridge_router.api import around_handlers, error_response, json_response
+from cartridge_router.api import Services, around_handlers, error_response, json_response
 from cartridge_router.doors import Doors
 from cartridge_router.errors import (
     ConfigurationError,
@@ -33,10 +34,10 @@ from cartridge_router.errors import (
     RouterError,
     UnknownReplica,
 )
-from cartridge_router.fleet import Fleet, Replica
-from cartridge_router.roster import Listed, NamedReplica
+from cartridge_router.overview import Overview, all_replicas, replica_row
+from cartridge_router.page import GUARDED, PATHS, read_page
+from cartridge_router.roster import NamedReplica
 from cartridge_router.settings import AdminSettings
-from cartridge_router.siblings import Siblings
 
 MIN_TOKEN_CHARS: Final = 16
 MAX_BODY_BYTES: Final = 65_536
@@ -44,6 +45,7 @@ BODY_TIMEOUT_S: Final = 10.0
 HEAD_TIMEOUT_S: Final = 10.0
 MAX_CONNECTIONS: Final = 64
 WRITE_BUFFER_BYTES: Final = 65_536
+STATE_FOR_S: Final = 0.5
 
 _TOKEN: Final = re.compile(r"[!-~]+")
 
@@ -74,9 +76,8 @@ def admin_token(settings: AdminSettings, environment: Mapping[str, str]) -> str 
 async def running_admin(
     settings: AdminSettings,
     token: str | None,
-    fleet: Fleet,
+    services: Services,
     on_refused: Callable[[str], None],
-    siblings: Siblings | None = None,
 ) -> AsyncIterator[str | None]:
     """A listener for operators, for as long as the block does; yields its base URL, if it is on.
 
@@ -102,7 +103,8 @@ async def running_admin(
     app = web.Application(
         middlewares=[around_handlers(doors), _for_operators(token)], client_max_size=MAX_BODY_BYTES
     )
-    app.add_routes(Admin(fleet, siblings).routes())
+    page = await asyncio.to_thread(read_page, needs_token=token is not None)
+    app.add_routes([*Admin(services).routes(), *page.routes()])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
     await runner.setup()
     assert runner.server is not None  # noqa: S101 - there after `setup`
@@ -121,24 +123,32 @@ async def running_admin(
 class Admin:
     """Handlers of one fleet's operators; other workers, if any, are told what they change."""
 
-    def __init__(self, fleet: Fleet, siblings: Siblings | None) -> None:
-        self._fleet = fleet
-        self._siblings = siblings
+    def __init__(self, services: Services) -> None:
+        self._fleet = services.fleet
+        self._siblings = services.siblings
+        self._overview = Overview(services)
+        self._state, self._state_until_s = b"", float("-inf")
 
     def routes(self) -> list[web.RouteDef]:
         """Every path that is served."""
         return [
+            web.get("/admin/state", self.state),
             web.get("/admin/replicas", self.replicas),
             web.post("/admin/replicas", self.add),
             web.delete("/admin/replicas/{name}", self.remove),
         ]
 
+    async def state(self, request: web.Request) -> web.Response:
+        """What the page at `/ui` shows, as of now or half a second ago."""
+        # However many look on, it is made so often at most.
+        if (now_s := time.monotonic()) >= self._state_until_s:
+            self._state = msgspec.json.encode(self._overview.state())
+            self._state_until_s = now_s + STATE_FOR_S
+        return web.Response(body=self._state, content_type="application/json", headers=GUARDED)
+
     async def replicas(self, request: web.Request) -> web.Response:
         """All replicas: those that get requests, those that leave, those that were taken out."""
-        data = [self._shown(replica) for replica in self._fleet.replicas]
-        data += [self._shown(replica) for replica in self._fleet.leaving]
-        data += [_taken_out(name, listed) for name, listed in self._fleet.taken_out.items()]
-        return json_response({"object": "list", "data": data})
+        return json_response({"object": "list", "data": all_replicas(self._fleet)})
 
     async def add(self, request: web.Request) -> web.Response:
         """Let a replica join; 200 for one that is there already, at the same address."""
@@ -154,7 +164,9 @@ class Admin:
         replica = self._fleet.find(name)
         if replica is None:
             raise UnknownReplica(f"{name} was removed at once", param="name")
-        return json_response(self._shown(replica), status=201 if present is None else 200)
+        return json_response(
+            replica_row(self._fleet, replica), status=201 if present is None else 200
+        )
 
     async def remove(self, request: web.Request) -> web.Response:
         """Send no more requests to a replica; those that run go on."""
@@ -164,42 +176,11 @@ class Admin:
             raise UnknownReplica(f"there is no replica {name!r}", param="name")
         self._fleet.remove(name)
         await self._tell_siblings()
-        return json_response(self._shown(replica))
+        return json_response(replica_row(self._fleet, replica))
 
     async def _tell_siblings(self) -> None:
         if self._siblings is not None:
             await self._siblings.tell_changes()
-
-    def _shown(self, replica: Replica) -> dict[str, Any]:
-        is_present = self._fleet.find(replica.replica) is replica
-        is_leaving = replica in self._fleet.leaving
-        return {
-            "object": "replica",
-            "name": replica.replica,
-            "url": replica.url,
-            "source": replica.source.value,
-            "status": "present" if is_present else "leaving" if is_leaving else "gone",
-            "is_healthy": replica.is_healthy,
-            "left_alone": (
-                self._fleet.outliers.reason_against(replica.replica) if is_present else None
-            ),
-            "num_in_flight": replica.num_in_flight,
-            "models": sorted(replica.models),
-        }
-
-
-def _taken_out(name: ReplicaId, listed: Listed) -> dict[str, Any]:
-    return {
-        "object": "replica",
-        "name": name,
-        "url": listed.url,
-        "source": listed.source.value,
-        "status": "taken_out",
-        "is_healthy": None,
-        "left_alone": None,
-        "num_in_flight": 0,
-        "models": [],
-    }
 
 
 async def _read_entry(request: web.Request) -> NamedReplica:
@@ -224,7 +205,8 @@ async def _read_entry(request: web.Request) -> NamedReplica:
 def _for_operators(token: str | None) -> Middleware:
     """Lets in who has the token; without one, who speaks to this machine under its own name.
 
-    A name that leads here from elsewhere is how a web page gets at what listens on loopback.
+    The page is for everybody: it holds nothing, and asks for the token itself. A name that leads
+    here from elsewhere is how a web page gets at what listens on loopback.
     """
 
     @web.middleware
@@ -233,7 +215,9 @@ def _for_operators(token: str | None) -> Middleware:
             if token is None:
                 if not _is_loopback(_host_of(request)):
                     raise InvalidRequest(f"host: {request.host!r} is not this machine's own name")
-            elif not hmac.compare_digest(_sent_by(request), f"Bearer {token}".encode()):
+            elif request.path not in PATHS and not hmac.compare_digest(
+                _sent_by(request), f"Bearer {token}".encode()
+            ):
                 raise InvalidAdminToken("the token is not the one of this gateway's operators")
             return await handler(request)
         except RouterError as error:

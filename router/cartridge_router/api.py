@@ -26,6 +26,7 @@ from cartridge_policies.types import Candidate
 from cartridge_proto import names
 from cartridge_router.admission import Admission, Ticket
 from cartridge_router.catalog import Catalog
+from cartridge_router.decisions import DecisionLog, LoggedRequest
 from cartridge_router.dialects import DIALECTS, Dialect
 from cartridge_router.doors import Doors
 from cartridge_router.drain import Drain
@@ -90,6 +91,7 @@ class Services:
     admission: Admission
     forwarder: Forwarder
     receipts: ReceiptBook
+    decisions: DecisionLog
     metrics: Metrics
     tracer: Tracer
     drain: Drain
@@ -163,6 +165,7 @@ class Api:
         request_id = uuid.uuid4().hex
         REQUEST_ID.set(request_id)
         exchange = Exchange(_identified(request, request_id))
+        logged = LoggedRequest(request_id, route.value, started_s)
         selection, status = None, _CLIENT_CLOSED_REQUEST
         with (
             contextlib.ExitStack() as held,
@@ -181,9 +184,11 @@ class Api:
                     tenant, asked.parsed.num_tokens
                 )
                 selection = self._services.selector.select(asked.parsed, tenant.name)
+                self._services.decisions.add(logged, asked.parsed, selection, tenant.name)
                 placement, queued_s = await self._services.admission.place(
                     _ticket(asked, selection), functools.partial(self._place, asked, selection)
                 )
+                logged.place(placement, queued_s)
                 _describe(span, asked.parsed, selection, placement)
                 outgoing = self._outgoing(request, asked, selection, placement)
                 overhead_s = time.monotonic() - read_s - (queued_s or 0.0)
@@ -197,6 +202,7 @@ class Api:
                 status = response.status
             except RouterError as error:
                 status = error.status
+                logged.refuse(error)
                 response = error_response(error, exchange.headers, DIALECTS[route])
             except ConnectionError:
                 raise  # the client's own: nobody is answered
@@ -207,7 +213,7 @@ class Api:
                 span.set_attributes({names.ATTR_STATUS: status, names.ATTR_REQUEST_ID: request_id})
                 if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
                     span.set_attribute(names.ATTR_ERROR, str(status))
-                self._count(route, selection, status, exchange, started_s)
+                self._count(route, selection, status, exchange, logged)
         return response
 
     async def _read_body(self, request: web.Request) -> bytes:
@@ -268,11 +274,12 @@ class Api:
         selection: Selection | None,
         status: int,
         exchange: Exchange,
-        started_s: float,
+        logged: LoggedRequest,
     ) -> None:
-        metrics = self._services.metrics
+        metrics, started_s = self._services.metrics, logged.started_s
         how = selection.how.value if selection is not None else "unknown"
         elapsed_s = time.monotonic() - started_s
+        logged.end(status, exchange, started_s + elapsed_s)
         metrics.requests.labels(route.value, str(status), how).inc()
         metrics.request_seconds.labels(route.value).observe(elapsed_s)
         metrics.retries.inc(exchange.num_retries)

@@ -23,6 +23,7 @@ from cartridge_router.admin import running_admin
 from cartridge_router.admission import Admission
 from cartridge_router.api import Api, Services, around_handlers, closing_when_draining
 from cartridge_router.catalog import Catalog
+from cartridge_router.decisions import DecisionLog
 from cartridge_router.discovery import Channel
 from cartridge_router.discovery.dns_name import DnsName
 from cartridge_router.discovery.registrations import Registrations
@@ -202,6 +203,7 @@ def _construct(
             write_timeout_s=settings.clients.write_timeout_s,
         ),
         receipts=receipts,
+        decisions=DecisionLog(),
         metrics=metrics,
         tracer=tracer,
         drain=drain,
@@ -343,9 +345,7 @@ async def running_gateway(
             services.metrics.refused_connections.labels(reason).inc()
 
         if worker is None or worker.serves_operators:
-            admin = running_admin(
-                settings.admin, operators_token, services.fleet, on_refused, services.siblings
-            )
+            admin = running_admin(settings.admin, operators_token, services, on_refused)
             if (admin_url := await stack.enter_async_context(admin)) is not None:
                 logger.info("operators are served at %s", admin_url)
         doors = Doors(

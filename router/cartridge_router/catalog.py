@@ -7,6 +7,7 @@ serve an entry that does not verify, and never touches the disk on the request p
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cartridge_proto.digest import Digest
@@ -60,6 +61,15 @@ class Catalog:
             for alias, digest in snapshot.aliases.items()
             if digest in snapshot.manifests and snapshot.manifests[digest].is_readable_by(tenant)
         ]
+
+    @property
+    def aliases(self) -> Mapping[str, Digest]:
+        """Every alias, whoever may use it: for operators."""
+        return self._snapshot.aliases
+
+    def manifest(self, digest: Digest) -> Manifest | None:
+        """A manifest, whoever may use it: for operators; `None` if there is none."""
+        return self._snapshot.manifests.get(digest)
 
     async def refresh(self) -> None:
         """Read what is new in the store."""

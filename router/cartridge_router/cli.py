@@ -29,6 +29,9 @@ from cartridge_proto.stores.copying import Copied, copy_artifact
 from cartridge_router.errors import ConfigurationError, NotDone
 from cartridge_router.settings import load_settings, residency_key, settings_schema
 
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
+"""Between two questions of `top`."""
+
 
 class Command(Protocol):
     """A subcommand from an entry point named `group.command`, or `command`."""
@@ -77,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     top = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(top)
     _add_demo(top)
+    _add_top(top)
     _add_redis_acl(top)
     groups = {
         "cartridge": _group(top, "cartridge", "build, list, show, verify and copy Cartridges"),
@@ -344,23 +348,24 @@ def _copy_with_progress(source: Store, target: Store, name: str) -> Copied:
 
 
 # --- replicas ------------------------------------------------------------------------------------
-def _add_replicas(group: Any) -> None:
-    def with_admin(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--admin", required=True, metavar="URL", help="the gateway's listener for operators")
-        add("--token-file", help=f"file with the token, where {ENV_ADMIN_TOKEN} has none")
-        add("--json", action="store_true", help="print JSON")
+def _with_admin(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--admin", required=True, metavar="URL", help="the gateway's listener for operators")
+    add("--token-file", help=f"file with the token, where {ENV_ADMIN_TOKEN} has none")
+    add("--json", action="store_true", help="print JSON")
 
+
+def _add_replicas(group: Any) -> None:
     def add(parser: argparse.ArgumentParser) -> None:
-        with_admin(parser)
+        _with_admin(parser)
         parser.add_argument("name", help="name of the replica")
         parser.add_argument("url", help="http(s)://host:port of its API server")
 
     def remove(parser: argparse.ArgumentParser) -> None:
-        with_admin(parser)
+        _with_admin(parser)
         parser.add_argument("name", help="name of the replica")
 
-    _add(group, "list", "show the replicas, and how they are", with_admin, _list_replicas)
+    _add(group, "list", "show the replicas, and how they are", _with_admin, _list_replicas)
     _add(group, "add", "let a replica join", add, _add_replica)
     _add(group, "remove", "send no more requests to a replica", remove, _remove_replica)
 
@@ -393,6 +398,43 @@ def _remove_replica(args: argparse.Namespace) -> int:
     row = OperatorClient(args.admin, args.token_file).remove(args.name)
     still = f"; {row['num_in_flight']} requests run on" if row["num_in_flight"] else ""
     print(json.dumps(row, indent=2) if args.json else f"{row['name']}: removed{still}")
+    return 0
+
+
+# --- top -----------------------------------------------------------------------------------------
+def _add_top(top: Any) -> None:
+    def configure(parser: argparse.ArgumentParser) -> None:
+        _with_admin(parser)
+        add = parser.add_argument
+        add("--once", action="store_true", help="print once; --json does too")
+        add("--interval", type=_interval_s, default=1.0, metavar="SECONDS", help="default 1")
+
+    _add(top, "top", "watch a running gateway in the terminal", configure, _top)
+
+
+def _interval_s(text: str) -> float:
+    value = float(text)
+    if not MIN_INTERVAL_S <= value <= MAX_INTERVAL_S:
+        raise argparse.ArgumentTypeError(f"{MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
+    return value
+
+
+def _top(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cartridge_router import top
+    from cartridge_router.operator_client import OperatorClient
+
+    client = OperatorClient(args.admin, args.token_file)
+    if args.json:
+        print(json.dumps(client.state(), indent=2))
+        return 0
+    is_terminal = sys.stdout.isatty()
+    console = Console(highlight=False, width=None if is_terminal else top.PIPE_WIDTH)
+    if args.once or not is_terminal:
+        top.print_once(client, console)
+    else:
+        top.watch(client, console, interval_s=args.interval)
     return 0
 
 

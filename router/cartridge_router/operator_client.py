@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from cartridge_proto.names import HEADER_AUTHORIZATION
 from cartridge_router.admin import admin_token
@@ -45,6 +45,10 @@ class OperatorClient:
         """
         rows: list[dict[str, Any]] = self._ask("GET", "/admin/replicas")["data"]
         return rows
+
+    def state(self) -> dict[str, Any]:
+        """What the page at `/ui` shows."""
+        return self._ask("GET", "/admin/state")
 
     def add(self, name: str, url: str) -> dict[str, Any]:
         """Let a replica join; returns it."""
@@ -81,6 +85,13 @@ def _message_of(answer: dict[str, Any], status: int) -> str:
     return f"{told or 'refused'} ({status})"
 
 
+def plain(text: str) -> Text:
+    """A text from elsewhere for a terminal: neither markup nor control characters work in it."""
+    return Text(
+        "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    )
+
+
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     """What `replicas list` shows: a row for each replica."""
     table = Table(title="Replicas")
@@ -90,17 +101,18 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     table.add_column("models", overflow="fold")
     for row in rows:
         table.add_row(
-            *(escape(row[name]) for name in ("name", "url", "source", "status")),
-            _health(row),
+            *(plain(row[name]) for name in ("name", "url", "source", "status")),
+            health_of(row),
             str(row["num_in_flight"]),
-            escape(", ".join(row["models"])),
+            plain(", ".join(row["models"])),
         )
     return table
 
 
-def _health(row: dict[str, Any]) -> str:
+def health_of(row: dict[str, Any]) -> Text:
+    """One replica's health in words."""
     if row["left_alone"] is not None:
-        return f"[yellow]left alone: {row['left_alone']}[/]"
+        return Text(f"left alone: {row['left_alone']}", "yellow")
     if row["is_healthy"] is None:
-        return "–"
-    return "[green]healthy[/]" if row["is_healthy"] else "[red]unhealthy[/]"
+        return Text("–")
+    return Text("healthy", "green") if row["is_healthy"] else Text("unhealthy", "red")

@@ -58,6 +58,21 @@ class _Rows:
     """When its lease was last read and believed, by the map's clock."""
     seq: int
     records: dict[Digest, ResidencyRecord] = field(default_factory=dict)
+    used_bytes: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    """Of what is ready, by its fastest tier."""
+
+    def put(self, digest: Digest, record: ResidencyRecord) -> None:
+        """Take in what is known of one artifact."""
+        self.drop(digest)
+        self.records[digest] = record
+        if record.state is ResidencyState.READY:
+            self.used_bytes[record.tier] += record.size_bytes
+
+    def drop(self, digest: Digest) -> None:
+        """Forget one artifact, if it is known."""
+        record = self.records.pop(digest, None)
+        if record is not None and record.state is ResidencyState.READY:
+            self.used_bytes[record.tier] -= record.size_bytes
 
 
 class ResidencyMap:
@@ -120,6 +135,11 @@ class ResidencyMap:
         rows = self._replicas.get(replica)
         return rows.registration if rows is not None else None
 
+    def used_bytes(self, replica: ReplicaId) -> dict[Tier, int] | None:
+        """Bytes that are ready on a replica, by their fastest tier; `None` if it is not known."""
+        rows = self._replicas.get(replica)
+        return dict(rows.used_bytes) if rows is not None else None
+
     @property
     def urls(self) -> dict[ReplicaId, str]:
         """Where live replicas answer that say so."""
@@ -180,14 +200,14 @@ class ResidencyMap:
         before = self._replicas.get(replica)
         is_same_boot = before is not None and before.registration.epoch == registration.epoch
         known = before.records if before is not None and is_same_boot else {}
-        records: dict[Digest, ResidencyRecord] = {}
+        fresh = _Rows(registration, self._clock(), registration.seq)
         for name, data in list(rows.items())[:MAX_ROWS]:
             record = self._read_row(replica, name, data)
             if record is None:
                 record = known.get(Digest(name.decode("utf-8", "replace")))
             if record is not None and record.epoch == registration.epoch:
-                records[Digest(record.digest)] = record
-        self._replicas[replica] = _Rows(registration, self._clock(), registration.seq, records)
+                fresh.put(Digest(record.digest), record)
+        self._replicas[replica] = fresh
 
     def _read_row(self, replica: ReplicaId, name: bytes, data: bytes) -> ResidencyRecord | None:
         """Decode a row; `None` when it is not believed."""
@@ -222,9 +242,9 @@ class ResidencyMap:
             return
         rows.seq = change.seq
         if record is None:
-            rows.records.pop(Digest(change.digest), None)
+            rows.drop(Digest(change.digest))
         else:
-            rows.records[Digest(change.digest)] = record
+            rows.put(Digest(change.digest), record)
 
     def read_receipt(self, data: bytes) -> Receipt | None:
         """Decode a receipt; `None` when it is not believed."""
