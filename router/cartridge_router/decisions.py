@@ -22,7 +22,7 @@ from cartridge_router.selection import NO_CARTRIDGES, Selection
 MAX_REQUESTS: Final = 100
 MAX_CANDIDATES: Final = 8
 """Of one decision that are kept, best first."""
-MAX_TEXT: Final = 200
+MAX_TEXT: Final = 120
 """Characters of what a client chose."""
 HOT_WINDOW_S: Final = 300.0
 _SLICE_S: Final = 15.0

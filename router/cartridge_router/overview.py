@@ -17,13 +17,13 @@ from cartridge_router.decisions import HOT_WINDOW_S, LoggedRequest
 from cartridge_router.fleet import Fleet, Replica
 from cartridge_router.roster import Listed
 
-MAX_REPLICAS: Final = 100
+MAX_REPLICAS: Final = 80
 MAX_CARTRIDGES: Final = 200
-MAX_MODELS: Final = 10
+MAX_MODELS: Final = 4
 """Of one replica."""
 MAX_NAMED: Final = 8
 """Cartridges of one decision."""
-MAX_TEXT: Final = 120
+MAX_TEXT: Final = 80
 """Characters of a name that an engine or a Cartridge's maker chose."""
 
 

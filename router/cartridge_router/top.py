@@ -4,6 +4,7 @@ Owns what is drawn, and how often the gateway is asked. Refuses to change anythi
 characters in what it shows.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -48,23 +49,20 @@ def watch(
     Raises:
         NotDone: it does not answer the first time.
     """
-    state, answered_at = client.state(), time.strftime("%H:%M:%S")
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        try:
-            problem: str | None = None
+    with contextlib.suppress(KeyboardInterrupt):
+        state, answered_at = client.state(), time.strftime("%H:%M:%S")
+        problem: str | None = None
+        with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 num_around = _ROWS_AROUND + len(state["replicas"]["data"])
                 num_rows = max(_MIN_ROWS, (console.height - num_around) // 2)
-                view = view_of(state, num_rows=num_rows, problem=problem)
-                live.update(view, refresh=True)
+                live.update(view_of(state, num_rows=num_rows, problem=problem), refresh=True)
                 pause(interval_s)
                 try:
                     state, answered_at = client.state(), time.strftime("%H:%M:%S")
                     problem = None
                 except NotDone as error:
                     problem = f"stale since {answered_at}: {error}"
-        except KeyboardInterrupt:
-            pass
 
 
 def view_of(state: dict[str, Any], *, num_rows: int, problem: str | None = None) -> Group:

@@ -609,3 +609,33 @@ async def test_a_reader_stops_when_its_server_dies_at_once(killable_redis: Killa
         await asyncio.wait([task], timeout=10)
         assert task.cancelled(), f"still running when cancelled after {num_steps} steps"
         killable_redis.start()
+
+
+def test_used_bytes_follow_the_rows() -> None:
+    """Of what is ready, by tier, through rows, moves, loads and withdrawals; then of a new boot."""
+    mirror, epoch = Mirror(key=None), new_epoch()
+    assert mirror.map.used_bytes(R0) is None
+    rows = [record(R0, epoch, A, 1, size_bytes=10), record(R0, epoch, B, 2, size_bytes=5)]
+    sealed = {row.digest.encode(): seal(row, None) for row in rows}
+    mirror.map.put_rows(registration(R0, epoch, 2), sealed)
+
+    def used() -> dict[Tier, int]:
+        counts = mirror.map.used_bytes(R0)
+        assert counts is not None
+        return {tier: count for tier, count in counts.items() if count}
+
+    assert used() == {Tier.DRAM: 15}
+    moved = record(R0, epoch, A, 3, size_bytes=10, tier=Tier.HBM)
+    mirror.map.apply(seal(change(moved), None))
+    assert used() == {Tier.HBM: 10, Tier.DRAM: 5}
+    loading = record(R0, epoch, B, 4, size_bytes=5, state=ResidencyState.LOADING)
+    mirror.map.apply(seal(change(loading), None))
+    assert used() == {Tier.HBM: 10}
+    for seq, row in ((5, moved), (6, loading)):
+        gone = change(msgspec.structs.replace(row, seq=seq), record=None)
+        mirror.map.apply(seal(gone, None))
+    assert used() == {}
+    fresh = record(R0, epoch, A, 7, size_bytes=7)
+    mirror.map.put_rows(registration(R0, epoch, 7), {A.encode(): seal(fresh, None)})
+    mirror.map.put_rows(registration(R0, epoch, 7), {A.encode(): seal(fresh, None)})
+    assert used() == {Tier.DRAM: 7}
