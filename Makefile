@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine screenshot generate lock
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ bench-codecs: setup ## What a codec saves and costs on real keys and values
 
 bench-engine: setup ## What a Cartridge costs on a real engine, beside a plain prompt
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_engine
+
+screenshot: setup ## Make docs/images/ui.png anew, from a staged fleet
+	@.ci/services
+	@$(BIN)/python -m tests.router.screenshot
 
 generate: setup ## Regenerate protobuf code and JSON schemas
 	@.ci/generate

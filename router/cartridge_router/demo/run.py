@@ -34,6 +34,7 @@ from cartridge_router.demo.stack import (
 
 GATEWAY_PORT = 8000
 FIRST_REPLICA_PORT = 8001
+ADMIN_PORT = 8005
 REPLICAS = [f"replica-{index}" for index in range(NUM_REPLICAS)]
 SHIPPED_DOCUMENTS = Path(__file__).parent / "documents"
 
@@ -56,9 +57,10 @@ def run_demo(*, engine: str, documents: Path | None, out: Path, must_stay: bool)
         ):
 
             def start_and_ask() -> list[questions.Result]:
-                gateway = _start(stack, kit, redis, steps)
-                if must_stay:
-                    _stay(console, stack, gateway, asked)
+                admin = f"http://127.0.0.1:{free_port(ADMIN_PORT)}" if must_stay else None
+                gateway = _start(stack, kit, redis, steps, admin)
+                if admin is not None:
+                    _stay(console, stack, gateway, asked, admin)
                 if kit.is_simulated:
                     console.print(
                         "[yellow]Simulated engines: the answers below are markers made from "
@@ -106,8 +108,13 @@ class _Steps:
             yield
 
 
-def _start(stack: Stack, kit: engines.EngineKit, redis: ClosedRedis, steps: _Steps) -> str:
-    """Start everything and build the Cartridges; returns the gateway's base URL."""
+def _start(
+    stack: Stack, kit: engines.EngineKit, redis: ClosedRedis, steps: _Steps, admin: str | None
+) -> str:
+    """Start everything and build the Cartridges; returns the gateway's base URL.
+
+    `admin`: base URL of its listener for operators; `None` for none.
+    """
     with steps.waiting("model: converting once, cached afterwards"):
         kit.prepare(stack)
     replicas = []
@@ -126,10 +133,12 @@ def _start(stack: Stack, kit: engines.EngineKit, redis: ClosedRedis, steps: _Ste
     command = [sys.executable, "-m", "cartridge_router", "serve", "--port", str(port)]
     command += ["--replicas", ",".join(replicas), "--redis-url", redis.url]
     command += ["--store", str(kit.store)]
+    operators = {} if admin is None else {"CARTRIDGE_ROUTER_ADMIN__PORT": admin.rpartition(":")[2]}
     stack.start(
         "gateway",
         command,
         {
+            **operators,
             **redis.gateway_environment,
             "CARTRIDGE_ROUTER_CARTRIDGES__ALLOW_UNCERTIFIED_COMPOSITION": "true",
             # Nobody routes to this gateway, and nobody waits for answers when the demo ends.
@@ -149,7 +158,7 @@ def _start(stack: Stack, kit: engines.EngineKit, redis: ClosedRedis, steps: _Ste
 
 
 def _stay(
-    console: Console, stack: Stack, gateway: str, asked: list[questions.Question]
+    console: Console, stack: Stack, gateway: str, asked: list[questions.Question], admin: str
 ) -> NoReturn:
     example = asked[0]
     body = {
@@ -166,7 +175,9 @@ def _stay(
         f'    model="{MODEL_NAME}",\n'
         f'    messages=[{{"role": "user", "content": "{example.question}"}}],\n'
         f'    extra_body={{"cartridge_ids": ["{example.name}@1"]}},\n'
-        ")\nprint(answer.choices[0].message.content)\n\nCtrl-C ends everything.",
+        ")\nprint(answer.choices[0].message.content)\n\n"
+        f"Watch it work: {admin}/ui   or: cartridge-router top --admin {admin}\n"
+        "Ctrl-C ends everything.",
         markup=False,
         soft_wrap=True,
     )
