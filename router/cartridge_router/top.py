@@ -123,7 +123,7 @@ def _held(used_bytes: dict[str, int]) -> Text:
         for tier, count in used_bytes.items()
         if count
     ]
-    return Text("  ").join(parts)
+    return Text("  ").join(parts) if parts else Text("nothing", "dim")
 
 
 def _cartridges(state: dict[str, Any], num_rows: int) -> Table:

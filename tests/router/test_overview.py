@@ -12,6 +12,7 @@ import pytest
 
 from cartridge_policies.types import Candidate, CostTerm, Decision, MapMode
 from cartridge_proto.digest import Digest, sha256_digest
+from cartridge_proto.manifest import PositionLayout
 from cartridge_proto.residency import Registration, ReplicaId, ResidencyRecord, ResidencyState, Tier
 from cartridge_router.app import drain_of, running_gateway, running_services
 from cartridge_router.catalog import Cartridge
@@ -22,7 +23,7 @@ from cartridge_router.overview import MAX_CARTRIDGES, MAX_MODELS, MAX_REPLICAS, 
 from cartridge_router.placement import Placement
 from cartridge_router.request import Route, parse_request
 from cartridge_router.roster import Source
-from cartridge_router.selection import PositionLayout, SelectedBy, Selection
+from cartridge_router.selection import SelectedBy, Selection
 from cartridge_router.settings import AdminSettings, ForwardingSettings
 from tests.proto.sample_artifact import engine_of, sample_artifact
 from tests.router.gateway_client import Gateway, quick_gateway, until_true
