@@ -50,6 +50,7 @@ class Overview:
             "totals": {
                 "requests": self._num_requests(),
                 "in_flight": sum(r.num_in_flight for r in present + services.fleet.leaving),
+                "queued": sum(services.admission.num_queued.values()),
             },
             "replicas": {
                 "data": [row | self._registered(row) for row in shown],

@@ -81,6 +81,7 @@ def _headline(state: dict[str, Any], problem: str | None) -> Text:
     line.append(mode, _MODE_STYLES.get(mode, ""))
     line.append(" never read" if age_s is None else f" {_seconds(age_s)} old")
     line.append(f"   in flight {state['totals']['in_flight']}")
+    line.append(f"   waiting {state['totals']['queued']}")
     for kind, count in state["totals"]["requests"].items():
         line.append(f"   {kind} {count}")
     line.append(f"   policy {state['policy']}   up {state['uptime_s']:.0f} s")

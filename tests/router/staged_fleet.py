@@ -22,7 +22,7 @@ from cartridge_proto.residency import ReplicaId, Tier
 from cartridge_proto.stores import LocalStore
 from cartridge_router.app import running_gateway
 from cartridge_router.demo.stack import free_port
-from cartridge_router.settings import AdminSettings, FleetSettings
+from cartridge_router.settings import AdminSettings, FleetSettings, PlacementSettings
 from tests.proto.sample_artifact import engine_of
 from tests.router.gateway_client import Gateway, quick_gateway
 from tests.router.stored_cartridges import digest_of, put_cartridge
@@ -111,6 +111,7 @@ async def staged_fleet(
     operators_token: str | None = None,
     titles: Mapping[str, tuple[str, int]] = TITLES,
     model: str = MODEL,
+    placement: PlacementSettings | None = None,
 ) -> AsyncIterator[StagedFleet]:
     """Four replicas and a dozen Cartridges, on loopback, until the end of the block."""
     store = LocalStore(folder / "store")
@@ -161,6 +162,7 @@ async def staged_fleet(
             redis_url=redis_url,
             admin=AdminSettings(port=free_port()),
             fleet=FleetSettings(probe_interval_s=0.2, num_failures=2),
+            placement=placement or PlacementSettings(),
         )
         running = running_gateway(settings, None, operators_token=operators_token)
         gateway = Gateway(session, await stack.enter_async_context(running))

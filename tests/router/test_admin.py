@@ -251,7 +251,7 @@ async def test_other_requests_have_the_answers_of_every_route(start_both: StartB
 # --- who may ask ---------------------------------------------------------------------------------
 async def test_it_is_off_by_default(session: aiohttp.ClientSession) -> None:
     """Nobody listens."""
-    async with running_admin(AdminSettings(), None, None, None, print) as url:  # type: ignore[arg-type]
+    async with running_admin(AdminSettings(), None, None, print) as url:  # type: ignore[arg-type]
         assert url is None
 
 

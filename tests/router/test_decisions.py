@@ -58,7 +58,7 @@ def test_it_keeps_little_of_what_a_client_may_make_long() -> None:
 def test_of_a_large_fleet_it_keeps_the_best_candidates() -> None:
     """And how many there were."""
     logged = LoggedRequest("1", Route.CHAT, 0.0)
-    logged.place(placed_on(4096))
+    logged.place(placed_on(4096), None)
     assert [candidate.replica for candidate in logged.candidates] == [
         f"r{index}" for index in range(MAX_CANDIDATES)
     ]
@@ -69,7 +69,7 @@ def test_of_a_large_fleet_it_keeps_the_best_candidates() -> None:
 def test_the_end_says_who_answered() -> None:
     """Which is another than the chosen one after a retry."""
     logged = LoggedRequest("1", Route.CHAT, 10.0)
-    logged.place(placed_on(2))
+    logged.place(placed_on(2), None)
     exchange = Exchange({"x-cartridge-replica": "r0", "x-cartridge-decision": "load"})
     exchange.num_retries = 1
     exchange.note_first_byte(ReplicaId("r1"), None)

@@ -86,7 +86,7 @@ async def test_the_state_counts_and_maps(tmp_path: Path, session: aiohttp.Client
 
         async def has_counted() -> bool:
             totals = (await state_of(session, fleet.admin))["totals"]
-            return bool(totals == {"requests": {"2xx": 3, "4xx": 1}, "in_flight": 1})
+            return bool(totals == {"requests": {"2xx": 3, "4xx": 1}, "in_flight": 1, "queued": 0})
 
         await until_true(has_counted, "all are counted")
         state = await state_of(session, fleet.admin)
@@ -158,7 +158,7 @@ async def test_neither_prompts_nor_keys_are_in_it(
 async def test_a_state_is_bounded(num_replicas: int) -> None:
     """1,000 Cartridges, many replicas, hostile names: below 1 MiB, and how much is left out."""
     settings = quick_gateway()
-    async with running_services(settings, None, drain_of(settings)) as services:
+    async with running_services(settings, None, drain_of(settings), None) as services:
         names = [ReplicaId(f"{index:0128}") for index in range(num_replicas)]
         services.fleet.set_all(Source.SETTINGS, dict.fromkeys(names, f"http://{'a' * 249}"))
         base = sample_artifact()[0]
@@ -228,7 +228,7 @@ def log_hostile_requests(services: Any, names: list[ReplicaId], found: list[Cart
     for _ in range(MAX_REQUESTS):
         logged = LoggedRequest("0" * 32, Route.CHAT, 0.0)
         services.decisions.add(logged, parsed, selection, "t" * 64)
-        logged.place(placement)
+        logged.place(placement, None)
 
 
 async def test_only_operators_are_told(tmp_path: Path, session: aiohttp.ClientSession) -> None:

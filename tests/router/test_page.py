@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from playwright.async_api import expect
 
+from cartridge_router.settings import PlacementSettings
 from tests.router.browser import Tab, open_tab, running_browser
 from tests.router.screenshot import make_screenshot
 from tests.router.staged_fleet import TITLES, StagedFleet, staged_fleet
@@ -86,6 +87,22 @@ async def test_it_goes_on_by_itself(start_stage: StartStage) -> None:
         await expect(first).to_contain_text("200")
         await expect(replica.locator(".gauge")).to_have_text("0")
         assert sum(url.endswith("/ui") for url in tab.urls) == 1
+        await tab.has_behaved(fleet.admin)
+
+
+async def test_it_shows_who_waits(start_stage: StartStage) -> None:
+    """Before a request has a replica, and for how long it had none."""
+    placement = PlacementSettings(max_in_flight=1)
+    async with start_stage(placement=placement) as (fleet, tab):
+        fleet.holding.update(fleet.engines)
+        asking = [asyncio.create_task(fleet.ask("tide-tables")) for _ in range(5)]
+        rows = tab.page.locator("#decisions > li")
+        await expect(rows.filter(has_text="waits for room")).to_have_count(1)
+        await expect(tab.page.locator("#facts")).to_contain_text("waiting1")
+        fleet.release.set()
+        assert await asyncio.gather(*asking) == [200] * 5
+        await expect(rows.filter(has_text="waited")).to_have_count(1)
+        await expect(tab.page.locator("#facts")).to_contain_text("waiting0")
         await tab.has_behaved(fleet.admin)
 
 

@@ -89,7 +89,7 @@ STATE: dict[str, Any] = {
     "is_draining": True,
     "policy": "cartridge_aware",
     "map": {"mode": "fallback", "age_s": None},
-    "totals": {"requests": {"2xx": 1}, "in_flight": 0},
+    "totals": {"requests": {"2xx": 1}, "in_flight": 0, "queued": 0},
     "replicas": {"data": [], "left_out": 3},
     "cartridges": {"data": [], "replicas": [], "left_out": 5, "window_s": 300.0},
     "decisions": {"data": []},

@@ -83,7 +83,7 @@ function fact(name, ...value) {
 }
 
 function drawFacts(state) {
-  const { requests, in_flight: inFlight } = state.totals;
+  const { requests, in_flight: inFlight, queued } = state.totals;
   const total = Object.values(requests).reduce((sum, count) => sum + count, 0);
   if (polls.length && polls.at(-1).uptimeS > state.uptime_s) polls.length = 0;
   if (!polls.length || polls.at(-1).uptimeS < state.uptime_s) {
@@ -100,6 +100,7 @@ function drawFacts(state) {
     fact("map", badge(kinds[mode] ?? "", mode), ` ${age}`),
     fact("requests/s", rate),
     fact("in flight", String(inFlight)),
+    fact("waiting", String(queued)),
     ...Object.entries(requests).map(([kind, count]) => fact(kind, String(count))),
     fact("policy", state.policy),
     fact("up", duration(state.uptime_s)),
@@ -230,8 +231,8 @@ function candidateNode(candidate, isChosen, most) {
   );
 }
 
-function statusBadge({ status }) {
-  if (status === null) return badge("", "running");
+function statusBadge({ status, reason }) {
+  if (status === null) return badge("", reason === null ? "waits for room" : "running");
   if (status === 499) return badge("wary", "499 client left");
   return badge(status < 400 ? "good" : status < 500 ? "wary" : "bad", String(status));
 }
@@ -245,6 +246,7 @@ function decisionNode(decision) {
     make("b", { text: `${cartridges} → ${decision.replica ?? "nowhere"}` }),
   ];
   if (decision.reason !== null) said.push(make("span", { text: decision.reason }));
+  if (decision.queued_s !== null) said.push(badge("wary", `waited ${seconds(decision.queued_s)}`));
   if (decision.num_retries > 0) said.push(badge("wary", `${decision.num_retries} retried`));
   if (decision.problem !== null) said.push(make("span", { className: "faint", text: decision.problem }));
   const asked = [decision.route, decision.model, decision.tenant].filter(Boolean).join(" · ");
