@@ -8,6 +8,7 @@ import os
 import pty
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,15 @@ def test_it_goes_on_while_the_gateway_is_away_and_ends_with_ctrl_c() -> None:
     assert said.index("\x1b[?1049h") < said.index("map") < said.index("\x1b[?1049l")
 
 
+@pytest.fixture
+def heeded_interrupts() -> Iterator[None]:
+    """SIGINT as a terminal has it: a shell lets what runs in its background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded_interrupts")
 async def test_ctrl_c_in_a_terminal_is_no_failure(
     tmp_path: Path, session: aiohttp.ClientSession
 ) -> None:
