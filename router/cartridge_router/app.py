@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
+from typing import Final
 
 import aiohttp
 from aiohttp import web
@@ -32,7 +33,7 @@ from cartridge_router.doors import Doors, most_connections
 from cartridge_router.drain import Drain
 from cartridge_router.errors import ConfigurationError
 from cartridge_router.fleet import Fleet
-from cartridge_router.forwarding import Forwarder, reuse_trace
+from cartridge_router.forwarding import Forwarder
 from cartridge_router.limits import Limits
 from cartridge_router.live_settings import LiveSettings, SettingsSource
 from cartridge_router.logs import configure_logging
@@ -41,12 +42,15 @@ from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
 from cartridge_router.roster import Source
 from cartridge_router.selection import Selector
-from cartridge_router.settings import KubernetesSettings, Settings
+from cartridge_router.settings import KubernetesSettings, Settings, UpstreamClientName
 from cartridge_router.siblings import Siblings, Worker
 from cartridge_router.signing_keys import SigningKeys
 from cartridge_router.telemetry import SERVICE, Metrics, otlp_provider
 from cartridge_router.tenants import Tenants
 from cartridge_router.tls import EngineLogin, Renewed, ServerTls
+from cartridge_router.upstream import UpstreamClient
+from cartridge_router.upstream.native import NativeClient
+from cartridge_router.upstream.over_aiohttp import AiohttpClient
 
 logger = logging.getLogger(__name__)
 
@@ -85,26 +89,35 @@ ENGINE_KEEPALIVE_S = 3.0
 """vLLM's server closes idle connections after 5 s; ours are given up before."""
 
 
+CLIENTS: Final[Mapping[UpstreamClientName, Callable[..., UpstreamClient]]] = {
+    UpstreamClientName.NATIVE: NativeClient,
+    UpstreamClientName.AIOHTTP: AiohttpClient,
+}
+
+
 @contextlib.asynccontextmanager
 async def running_services(
     settings: Settings, key: bytes | None, drain: Drain, worker: Worker | None
 ) -> AsyncIterator[Services]:
     """Everything that runs beside the HTTP server, for as long as the block does."""
     login = await asyncio.to_thread(EngineLogin, settings.engines)
+    client = CLIENTS[settings.forwarding.client](
+        idle_s=ENGINE_KEEPALIVE_S, read_buffer_bytes=UPSTREAM_BUFFER_BYTES
+    )
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S)
-    async with aiohttp.ClientSession(
-        connector=connector,
-        auto_decompress=False,
-        read_bufsize=UPSTREAM_BUFFER_BYTES,
-        trace_configs=[reuse_trace()],
-    ) as session:
+    async with (
+        contextlib.aclosing(client),
+        aiohttp.ClientSession(connector=connector) as session,
+    ):
         endpoint = settings.telemetry.otlp_endpoint
         traces = await asyncio.to_thread(otlp_provider, endpoint) if endpoint else None
         tracer = (traces or trace.get_tracer_provider()).get_tracer(SERVICE)
         async with contextlib.AsyncExitStack() as stack:
             if traces is not None:
                 stack.push_async_callback(asyncio.to_thread, traces.shutdown)
-            services, jobs = _construct(settings, key, session, login, tracer, drain, worker)
+            services, jobs = _construct(
+                settings, key, session, client, login, tracer, drain, worker
+            )
             stack.callback(services.catalog.close)
             if services.siblings is not None:
                 await services.siblings.catch_up()
@@ -129,6 +142,7 @@ def _construct(
     settings: Settings,
     key: bytes | None,
     session: aiohttp.ClientSession,
+    client: UpstreamClient,
     login: EngineLogin,
     tracer: trace.Tracer,
     drain: Drain,
@@ -192,7 +206,7 @@ def _construct(
         placer=Placer(fleet=fleet, residency=residency, settings=settings.placement),
         admission=admission,
         forwarder=Forwarder(
-            session=session,
+            client=client,
             login=login,
             fleet=fleet,
             receipts=receipts,

@@ -5,15 +5,15 @@ breaks off. Refuses to choose a replica, and to retry once a byte has gone to th
 """
 
 import asyncio
+import contextlib
 import email.utils
 import http
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 from opentelemetry import trace
@@ -50,6 +50,16 @@ from cartridge_router.retry_budget import RetryBudget
 from cartridge_router.settings import ForwardingSettings
 from cartridge_router.telemetry import Metrics
 from cartridge_router.tls import EngineLogin
+from cartridge_router.upstream import (
+    Answer,
+    BrokeOff,
+    ConnectFailed,
+    OutOfFiles,
+    Question,
+    UpstreamClient,
+    UpstreamError,
+    content_type,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +80,6 @@ _OWN_REQUEST: Final = frozenset(
     | {HEADER_AUTHORIZATION, HEADER_X_API_KEY, HEADER_API_KEY}
     | {HEADER_ENGINE_PRIORITY, HEADER_ENGINE_RANK}
 )
-_NOT_ADDED: Final = ("accept", "accept-encoding", "content-type", "user-agent")
-"""Headers that the client library would make up; an engine sees them only from the client."""
 _OWN_RESPONSE: Final = frozenset({"server", "date", HEADER_REQUEST_ID})
 
 _ERROR_OF_REASON: Final[dict[FailureReason, type[RouterError]]] = {
@@ -110,27 +118,6 @@ class _Failed(Exception):
     def __init__(self, text: str, answer: RouterError | None = None) -> None:
         super().__init__(text)
         self.answer = answer
-
-
-@dataclass
-class _Leg:
-    """One sending; `is_reused` once it went over a connection that others had used."""
-
-    is_reused: bool = False
-
-
-def reuse_trace() -> aiohttp.TraceConfig:
-    """What a client session needs to tell a `Forwarder` which connections were used before."""
-
-    async def note(
-        session: aiohttp.ClientSession, context: Any, params: aiohttp.TraceConnectionReuseconnParams
-    ) -> None:
-        if isinstance(context.trace_request_ctx, _Leg):
-            context.trace_request_ctx.is_reused = True
-
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_reuseconn.append(note)
-    return trace
 
 
 @dataclass(frozen=True)
@@ -175,12 +162,12 @@ class Exchange:
 
 
 class Forwarder:
-    """Forwards over one pooled client session."""
+    """Forwards with one client."""
 
     def __init__(
         self,
         *,
-        session: aiohttp.ClientSession,
+        client: UpstreamClient,
         login: EngineLogin,
         fleet: Fleet,
         receipts: ReceiptBook,
@@ -189,7 +176,7 @@ class Forwarder:
         receipt_wait_s: float,
         write_timeout_s: float,
     ) -> None:
-        self._session = session
+        self._client = client
         self._login = login
         self._fleet = fleet
         self._receipts = receipts
@@ -203,9 +190,6 @@ class Forwarder:
         self._settings = settings
         self._write_timeout_s = write_timeout_s
         self._budget.configure(ratio=settings.retry_ratio, per_s=settings.retries_per_s)
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=settings.connect_timeout_s, sock_read=None
-        )
 
     async def forward(
         self, request: web.Request, outgoing: Outgoing, exchange: Exchange
@@ -236,7 +220,9 @@ class Forwarder:
                 self._receipts.expect(outgoing.request_id, outgoing.tiers[replica])
             with self._fleet.in_flight(target):
                 try:
-                    async with await self._send(request, outgoing, target) as upstream:
+                    with contextlib.closing(
+                        await self._send(request, outgoing, target)
+                    ) as upstream:
                         if not self._is_passed_on(upstream, outgoing, attempts, replica):
                             return await self._relay(request, upstream, outgoing, exchange, replica)
                 except _Failed as failed:
@@ -245,22 +231,23 @@ class Forwarder:
                         raise failed.answer or _unavailable(attempts) from failed
         raise _unavailable(attempts)
 
-    async def _send(
-        self, request: web.Request, outgoing: Outgoing, target: Replica
-    ) -> aiohttp.ClientResponse:
+    async def _send(self, request: web.Request, outgoing: Outgoing, target: Replica) -> Answer:
         """Send to one replica.
 
         Raises:
             _Failed: it cannot be reached, or broke off.
-            UpstreamTimeout: it did not begin to answer in time.
+            UpstreamTimeout, DeadlineExceeded: it did not begin to answer in time.
         """
         replica = target.replica
         try:
-            return await self._send_afresh(request, outgoing, target)
-        except aiohttp.ClientConnectorError as error:
+            async with asyncio.timeout(self._first_byte_wait_s(outgoing)):
+                return await self._send_afresh(request, outgoing, target)
+        except ConnectFailed as error:
             self._fleet.note_connect_failure(target)
             raise _Failed(f"{replica}: {error!r}") from error
-        except aiohttp.ClientError as error:
+        except OutOfFiles as error:
+            raise _Failed(f"{replica}: {error!r}") from error
+        except UpstreamError as error:
             self._note_failure(replica)
             raise _Failed(f"{replica}: {error!r}") from error
         except TimeoutError as error:
@@ -268,44 +255,40 @@ class Forwarder:
 
     async def _send_afresh(
         self, request: web.Request, outgoing: Outgoing, target: Replica
-    ) -> aiohttp.ClientResponse:
+    ) -> Answer:
         """Send; once more where the connection lay idle and was closed, as servers do.
 
         The next one from the pool may be another such: a few are used up.
         """
+        question = self._question(request, outgoing)
         for _ in range(MAX_IDLE_RESETS):
-            leg, sent_s = _Leg(), time.monotonic()
+            sent_s = time.monotonic()
             try:
-                return await self._send_once(request, outgoing, target, leg)
-            except aiohttp.ClientConnectionError:
-                if not leg.is_reused or time.monotonic() - sent_s > IDLE_RESET_S:
+                return await self._send_once(question, target)
+            except BrokeOff as error:
+                if not error.is_reused or time.monotonic() - sent_s > IDLE_RESET_S:
                     raise
-        return await self._send_once(request, outgoing, target, _Leg())
+        return await self._send_once(question, target)
 
-    async def _send_once(
-        self, request: web.Request, outgoing: Outgoing, target: Replica, leg: "_Leg"
-    ) -> aiohttp.ClientResponse:
+    async def _send_once(self, question: Question, target: Replica) -> Answer:
+        return await self._client.send(
+            target.url,
+            question,
+            tls=self._login.context,
+            connect_timeout_s=self._settings.connect_timeout_s,
+        )
+
+    def _question(self, request: web.Request, outgoing: Outgoing) -> Question:
         headers = _request_headers(request.headers, outgoing.request_id)
         headers.update(self._login.headers)
         if trace.get_current_span().is_recording():
             # The engine's spans hang below the gateway's; without one below the client's.
             inject(headers)
-        async with asyncio.timeout(self._first_byte_wait_s(outgoing)):
-            return await self._session.request(
-                request.method,
-                target.url + outgoing.path,
-                data=outgoing.body or None,
-                headers=headers,
-                skip_auto_headers=_NOT_ADDED,
-                timeout=self._timeout,
-                allow_redirects=False,
-                ssl=self._login.context,
-                trace_request_ctx=leg,
-            )
+        return Question(request.method, outgoing.path, headers, outgoing.body)
 
     def _is_passed_on(
         self,
-        upstream: aiohttp.ClientResponse,
+        upstream: Answer,
         outgoing: Outgoing,
         attempts: Attempts,
         replica: ReplicaId,
@@ -348,12 +331,12 @@ class Forwarder:
     async def _relay(
         self,
         request: web.Request,
-        upstream: aiohttp.ClientResponse,
+        upstream: Answer,
         outgoing: Outgoing,
         exchange: Exchange,
         replica: ReplicaId,
     ) -> web.StreamResponse:
-        is_stream = upstream.content_type == "text/event-stream"
+        is_stream = content_type(upstream.headers) == "text/event-stream"
         is_good = upstream.status < http.HTTPStatus.BAD_REQUEST
         first = b""
         if outgoing.composition is not None:
@@ -378,7 +361,7 @@ class Forwarder:
             try:
                 can_wait = is_open and _is_between_events(chunk)
                 chunk, silent_s = await self._next_chunk(upstream, silent_s, can_wait=can_wait)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (UpstreamError, TimeoutError) as error:
                 logger.warning("request %s: %s broke off: %r", outgoing.request_id, replica, error)
                 self._note_failure(replica)
                 self._metrics.broken_answers.labels(replica).inc()
@@ -394,7 +377,7 @@ class Forwarder:
 
     async def _first_bytes(
         self,
-        upstream: aiohttp.ClientResponse,
+        upstream: Answer,
         outgoing: Outgoing,
         replica: ReplicaId,
         *,
@@ -411,14 +394,14 @@ class Forwarder:
                     first = b""
                     num_events = outgoing.num_openers + 1
                     while _num_events(first) < num_events and len(first) < MAX_FIRST_BYTES:
-                        chunk = await upstream.content.readany()
+                        chunk = await upstream.readany()
                         if not chunk:
                             break
                         first += chunk
                     return first
                 if upstream.status >= 500:
-                    return await upstream.content.read(MAX_ERROR_BYTES)
-        except aiohttp.ClientError as error:
+                    return await _read(upstream, MAX_ERROR_BYTES)
+        except UpstreamError as error:
             # So ends a stream whose API has no event for it.
             await self._raise_from_receipt(outgoing, replica)
             self._note_failure(replica)
@@ -428,7 +411,7 @@ class Forwarder:
         return b""
 
     async def _next_chunk(
-        self, upstream: aiohttp.ClientResponse, silent_s: float, *, can_wait: bool
+        self, upstream: Answer, silent_s: float, *, can_wait: bool
     ) -> tuple[bytes, float]:
         """The next bytes and 0; or, if `can_wait`, a comment, and for how long nothing came.
 
@@ -439,7 +422,7 @@ class Forwarder:
         wait_s = min(left_s, self._settings.keep_alive_s) if can_wait else left_s
         try:
             async with asyncio.timeout(wait_s):
-                return await upstream.content.readany(), 0.0
+                return await upstream.readany(), 0.0
         except TimeoutError:
             if wait_s >= left_s:
                 raise
@@ -469,6 +452,14 @@ class Forwarder:
         if receipt.reason in _ITS_OWN:
             raise _Failed(text, error(text))
         raise error(text)
+
+
+async def _read(upstream: Answer, most_bytes: int) -> bytes:
+    """The beginning of a body, or all of it."""
+    data = b""
+    while len(data) < most_bytes and (chunk := await upstream.readany()):
+        data += chunk
+    return data
 
 
 def _num_events(data: bytes) -> int:

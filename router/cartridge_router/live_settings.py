@@ -24,7 +24,7 @@ LOOK_S: Final = 2.0
 """How often the file is looked at."""
 NEEDS_RESTART: Final = frozenset(
     {"host", "port", "redis_url", "store", "tenant", "workers"}
-    | {"telemetry.otlp_endpoint", "clients.keep_alive_s"}
+    | {"telemetry.otlp_endpoint", "clients.keep_alive_s", "forwarding.client"}
     | {f"tls.{name}" for name in ("cert_file", "key_file", "client_ca_file")}
     | {f"engines.{name}" for name in ("ca_file", "cert_file", "key_file", "api_key_file")}
     | {f"admin.{name}" for name in ("host", "port", "token_file")}

