@@ -24,6 +24,7 @@ up: setup ## Start the same and stay, with a curl line to try
 
 test: setup check ## Everything CI runs: checks, unit and integration tests
 	@.ci/services
+	@PYTHON="$(PYTHON)" .ci/clients
 	@$(BIN)/python -m pytest tests
 
 test-all: test ## The same, and slow suites (the demo with its own engines)
@@ -55,5 +56,6 @@ screenshot: setup ## Make docs/images/ui.png anew, from a staged fleet
 generate: setup ## Regenerate protobuf code and JSON schemas
 	@.ci/generate
 
-lock: ## Resolve dependencies anew into .ci/requirements.lock
+lock: ## Resolve dependencies anew into .ci/requirements.lock, and those of client programs
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" .ci/lock
+	@PYTHON="$(PYTHON)" .ci/lock-clients
