@@ -34,6 +34,7 @@ from cartridge_router.errors import (
     RouterError,
     UnknownReplica,
 )
+from cartridge_router.logs import server_logger
 from cartridge_router.overview import Overview, all_replicas, replica_row
 from cartridge_router.page import GUARDED, PATHS, read_page
 from cartridge_router.roster import NamedReplica
@@ -105,7 +106,7 @@ async def running_admin(
     )
     page = await asyncio.to_thread(read_page, needs_token=token is not None)
     app.add_routes([*Admin(services).routes(), *page.routes()])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+    runner = web.AppRunner(app, access_log=None, logger=server_logger, shutdown_timeout=1)
     await runner.setup()
     assert runner.server is not None  # noqa: S101 - there after `setup`
     try:

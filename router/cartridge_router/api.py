@@ -45,6 +45,7 @@ from cartridge_router.forwarding import Exchange, Forwarder, Outgoing
 from cartridge_router.limits import Limits
 from cartridge_router.live_settings import LiveSettings
 from cartridge_router.logs import REQUEST_ID
+from cartridge_router.openapi import DESCRIPTION
 from cartridge_router.placement import Placement, Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.request import ParsedRequest, Route, engine_body, parse_request
@@ -61,8 +62,11 @@ _RANKING = ("/score", "/rerank", "/v2/rerank")
 """With these, what vLLM serves for clients beside `/v1/`."""
 logger = logging.getLogger(__name__)
 
-_OTHERS = "/v1/{tail:(?!chat/completions$|completions$|responses$|messages$).+}"
-"""All but the routes that only take POST, which say so themselves."""
+_OTHERS = (
+    "/v1/{tail:(?!(?:chat/completions|completions|responses|messages)$"
+    "|(?:models|cartridges)(?:/|$)).+}"
+)
+"""All but what is served here: that says itself which methods it takes, and no engine is asked."""
 _STORED = re.compile(r"/v1/responses/[^/]+(?:/cancel)?")
 """What one replica keeps in its memory."""
 _CLIENT_CLOSED_REQUEST = 499
@@ -147,8 +151,9 @@ class Api:
             web.get("/health", self.health),
             web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
+            web.get("/openapi.json", self.description),
             *(web.post(path, self._handler(Route.OTHER)) for path in _OUTSIDE_V1 + _RANKING),
-            web.post("/v1/{tail:.+}", self._handler(Route.OTHER)),
+            web.post(_OTHERS, self._handler(Route.OTHER)),
             web.get(_OTHERS, self._handler(Route.OTHER)),
             web.delete(_OTHERS, self._handler(Route.OTHER)),
         ]
@@ -432,6 +437,10 @@ class Api:
         else:
             body = await asyncio.to_thread(merged, await services.siblings.metrics())
         return web.Response(body=body, headers={"content-type": "text/plain; version=0.0.4"})
+
+    async def description(self, request: web.Request) -> web.Response:
+        """What is served here, as OpenAPI."""
+        return web.Response(body=DESCRIPTION, content_type="application/json")
 
 
 def check_path(path: str) -> None:

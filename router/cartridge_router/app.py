@@ -13,7 +13,6 @@ from typing import Final
 
 import aiohttp
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from opentelemetry import trace
 
 from cartridge_policies.types import MapMode
@@ -36,7 +35,7 @@ from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder
 from cartridge_router.limits import Limits
 from cartridge_router.live_settings import LiveSettings, SettingsSource
-from cartridge_router.logs import configure_logging
+from cartridge_router.logs import configure_logging, server_logger
 from cartridge_router.placement import Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
@@ -54,22 +53,6 @@ from cartridge_router.upstream.over_aiohttp import AiohttpClient
 
 logger = logging.getLogger(__name__)
 
-
-class _WithoutReceivedBytes(logging.Filter):
-    """Keeps what a client sent out of the log: of bytes that are no HTTP only the fault is told."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record; it is always logged."""
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            record.exc_info = None
-            record.msg = f"{record.msg}: {type(error).__name__}"
-        return True
-
-
-server_logger = logging.getLogger("cartridge_router.http")
-"""What aiohttp's server has to say."""
-server_logger.addFilter(_WithoutReceivedBytes())
 
 Job = Callable[[], Coroutine[None, None, None]]
 """What runs beside the server until it is cancelled."""

@@ -7,6 +7,7 @@ import logging
 from contextvars import ContextVar
 from typing import Final
 
+from aiohttp.http_exceptions import HttpProcessingError
 from pythonjsonlogger.json import JsonFormatter
 
 from cartridge_router.settings import LogFormat, LogSettings
@@ -27,6 +28,23 @@ class _AboutRequest(logging.Filter):
         record.request_id = request_id
         record.about = "" if request_id is None else f" [{request_id}]"
         return True
+
+
+class _WithoutReceivedBytes(logging.Filter):
+    """Keeps what a client sent out of the log: of bytes that are no HTTP only the fault is told."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record; it is always logged."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.exc_info = None
+            record.msg = f"{record.msg}: {type(error).__name__}"
+        return True
+
+
+server_logger = logging.getLogger("cartridge_router.http")
+"""What aiohttp's servers have to say."""
+server_logger.addFilter(_WithoutReceivedBytes())
 
 
 def log_handler(settings: LogSettings) -> logging.Handler:

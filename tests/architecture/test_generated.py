@@ -5,11 +5,13 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cartridge_proto.manifest import manifest_schema
 from cartridge_proto.residency import FailureReason
+from cartridge_router.openapi import admin_description, gateway_description
 from cartridge_router.settings import settings_schema
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +23,15 @@ def test_the_committed_schema_is_the_generated_one() -> None:
     """`docs/spec/manifest-v1.schema.json` is what the types say; `.ci/generate` writes it."""
     committed = (ROOT / "docs/spec/manifest-v1.schema.json").read_text()
     assert committed == json.dumps(manifest_schema(), indent=2, sort_keys=True) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "described"), [("gateway", gateway_description()), ("admin", admin_description())]
+)
+def test_the_committed_openapi_is_the_generated_one(name: str, described: dict[str, Any]) -> None:
+    """`docs/spec/openapi-*.json` is what the code describes; `.ci/generate` writes it."""
+    committed = (ROOT / f"docs/spec/openapi-{name}.json").read_text()
+    assert committed == json.dumps(described, indent=2) + "\n"
 
 
 def test_the_charts_schema_holds_the_settings_schema() -> None:

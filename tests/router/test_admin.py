@@ -248,6 +248,20 @@ async def test_other_requests_have_the_answers_of_every_route(start_both: StartB
             assert response.status == 404
 
 
+async def test_a_header_that_is_no_http_is_not_logged(
+    start_both: StartBoth, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log tells that bytes came which are no request, and not which: a token may be in them."""
+    _, operator = await start_both()
+    port = int(operator.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {PATH} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\0\r\n\r\n".encode())
+    assert (await reader.read()).startswith(b"HTTP/1.0 400 ")
+    writer.close()
+    assert "BadHttpMessage" in caplog.text
+    assert TOKEN not in caplog.text
+
+
 # --- who may ask ---------------------------------------------------------------------------------
 async def test_it_is_off_by_default(session: aiohttp.ClientSession) -> None:
     """Nobody listens."""

@@ -170,6 +170,35 @@ async def test_what_changes_a_replica_is_not_for_clients(
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("POST", "/v1/models", "GET,HEAD"),
+        ("DELETE", "/v1/models/sample", "GET,HEAD"),
+        ("POST", "/v1/cartridges", "GET,HEAD"),
+        ("DELETE", "/v1/cartridges/receipts/1", "GET,HEAD"),
+        ("GET", "/v1/cartridges/explain", "POST"),
+        ("POST", "/v1/cartridges/other", None),
+    ],
+)
+async def test_what_the_gateway_serves_itself_is_asked_of_no_engine(
+    method: str,
+    path: str,
+    allowed: str | None,
+    start_stub: StartStub,
+    start_gateway: StartGateway,
+) -> None:
+    """By another method it is a 405 that names the right one, and beside it a 404."""
+    stub = await start_stub(answer_ok)
+    gateway = await start_gateway(quick_gateway(stub.url))
+    async with gateway.session.request(
+        method, gateway.url + path, json={"model": "sample"}
+    ) as response:
+        assert response.status == (404 if allowed is None else 405)
+        assert response.headers.get("allow") == allowed
+    assert stub.bodies == []
+
+
+@pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES, "/tokenize"]
 )
 @pytest.mark.parametrize("method", ["GET", "DELETE", "PUT"])
