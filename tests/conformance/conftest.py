@@ -92,19 +92,19 @@ def run_program(tmp_path: Path) -> RunProgram:
         "ANTHROPIC_API_KEY": ACME_KEY,
     }
 
-    async def run(*command: str | Path, status: int = 0, **extra: str) -> str:
+    async def run(*command: str | Path, status: int = 0, sent: str = "", **extra: str) -> str:
         assert shutil.which(command[0]), f"{command[0]} is missing: run .ci/clients"
         process = await asyncio.create_subprocess_exec(
             *command,
             env=environment | extra,
             cwd=tmp_path,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
         try:
             async with asyncio.timeout(TIME_LIMIT_S):
-                printed, said = await process.communicate()
+                printed, said = await process.communicate(sent.encode())
         except TimeoutError as error:
             raise AssertionError(f"{command} did not end") from error
         finally:

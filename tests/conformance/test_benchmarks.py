@@ -48,10 +48,7 @@ async def test_guidellm(
     assert [request.path for request in engine.requests] == [path] * NUM_REQUESTS
 
 
-@pytest.mark.parametrize(("backend", "path"), [("openai-chat", PATHS[0]), ("openai", PATHS[1])])
-async def test_vllm_bench_serve(
-    run_program: RunProgram, gateway: str, tmp_path: Path, backend: str, path: str
-) -> None:
+async def test_vllm_bench_serve(run_program: RunProgram, gateway: str, tmp_path: Path) -> None:
     """`vllm bench serve` completes every request, and counts the tokens that were asked for."""
     tokenizer, report = tmp_path / "tokenizer", tmp_path / "report.json"
     await asyncio.to_thread(save_tiny_tokenizer, tokenizer)
