@@ -168,6 +168,9 @@ class _Operation:
         for status, errors in by_status.items():
             text = "; ".join(f"`{error.code}`: {_sentence(error)}" for error in errors)
             headers = _headers() if self.answer is None else {}
+            if headers and UnknownPath in errors:
+                # A path that no route takes, as one with a line feed in it, is no request yet.
+                headers |= {name: _header(name, is_required=False) for name in _ALWAYS}
             if any(error.retry_after_s is not None for error in errors):
                 headers["Retry-After"] = _RETRY_AFTER
             if status == http.HTTPStatus.UNAUTHORIZED:
@@ -209,14 +212,13 @@ def _headers() -> Described:
 
 def _told() -> Described:
     """The headers that those references mean."""
-    return {
-        name: {
-            "description": text,
-            "schema": {"type": "string"} | ({} if pattern is None else {"pattern": pattern}),
-            **({"required": True} if name in _ALWAYS else {}),
-        }
-        for name, (text, pattern) in _TOLD.items()
-    }
+    return {name: _header(name, is_required=name in _ALWAYS) for name in _TOLD}
+
+
+def _header(name: str, *, is_required: bool) -> Described:
+    text, pattern = _TOLD[name]
+    schema = {"type": "string"} | ({} if pattern is None else {"pattern": pattern})
+    return {"description": text, "schema": schema} | ({"required": True} if is_required else {})
 
 
 def _path_parameters(path: str) -> list[Described]:

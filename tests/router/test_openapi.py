@@ -71,7 +71,13 @@ def check(reply: Reply, method: str, path: str) -> None:
         reply.json
     )
     told = {header.lower() for header in reply.headers} - {"content-type", "content-length", "date"}
-    assert told - {"server", "connection"} <= {name.lower() for name in response.get("headers", {})}
+    headers = {name.lower(): header for name, header in response.get("headers", {}).items()}
+    assert told - {"server", "connection"} <= headers.keys()
+    resolved = {
+        name: description["components"]["headers"].get(name, header) if "$ref" in header else header
+        for name, header in headers.items()
+    }
+    assert {name for name, header in resolved.items() if header.get("required")} <= told
 
 
 @pytest.fixture
@@ -108,6 +114,14 @@ async def test_answers_are_as_described(fleet: Gateway) -> None:
     assert explained.status == 200
     check(explained, "post", "/v1/cartridges/explain")
     check(answered, "post", CHAT)
+
+
+async def test_a_path_that_no_route_takes(start_gateway: StartGateway) -> None:
+    """A line feed in a path is a 404 as described, although it comes to no handler."""
+    gateway = await start_gateway(quick_gateway(NOBODY))
+    reply = await gateway.post("/v1/a%0Ab", {"model": "sample"})
+    assert (reply.status, reply.error["code"]) == (404, "path_not_found")
+    check(reply, "post", "/v1/{tail}")
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/cartridges/explain", "/v1/embeddings"])
