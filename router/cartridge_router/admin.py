@@ -125,8 +125,7 @@ class Admin:
     """Handlers of one fleet's operators; other workers, if any, are told what they change."""
 
     def __init__(self, services: Services) -> None:
-        self._fleet = services.fleet
-        self._siblings = services.siblings
+        self._services = services
         self._overview = Overview(services)
         self._state, self._state_until_s = b"", float("-inf")
 
@@ -149,39 +148,39 @@ class Admin:
 
     async def replicas(self, request: web.Request) -> web.Response:
         """All replicas: those that get requests, those that leave, those that were taken out."""
-        return json_response({"object": "list", "data": all_replicas(self._fleet)})
+        return json_response({"object": "list", "data": all_replicas(self._services.fleet)})
 
     async def add(self, request: web.Request) -> web.Response:
         """Let a replica join; 200 for one that is there already, at the same address."""
         entry = await _read_entry(request)
         name = ReplicaId(entry.name)
-        present = self._fleet.find(name)
+        present = self._services.fleet.find(name)
         if present is not None and present.url != entry.url:
             raise ReplicaExists(
                 f"{name} is there, at {present.url}; remove it before", param="name"
             )
-        self._fleet.add(name, entry.url)
+        self._services.fleet.add(name, entry.url)
         await self._tell_siblings()
-        replica = self._fleet.find(name)
+        replica = self._services.fleet.find(name)
         if replica is None:
             raise UnknownReplica(f"{name} was removed at once", param="name")
         return json_response(
-            replica_row(self._fleet, replica), status=201 if present is None else 200
+            replica_row(self._services.fleet, replica), status=201 if present is None else 200
         )
 
     async def remove(self, request: web.Request) -> web.Response:
         """Send no more requests to a replica; those that run go on."""
         name = ReplicaId(request.match_info["name"])
-        replica = self._fleet.find(name)
+        replica = self._services.fleet.find(name)
         if replica is None:
             raise UnknownReplica(f"there is no replica {name!r}", param="name")
-        self._fleet.remove(name)
+        self._services.fleet.remove(name)
         await self._tell_siblings()
-        return json_response(replica_row(self._fleet, replica))
+        return json_response(replica_row(self._services.fleet, replica))
 
     async def _tell_siblings(self) -> None:
-        if self._siblings is not None:
-            await self._siblings.tell_changes()
+        if self._services.siblings is not None:
+            await self._services.siblings.tell_changes()
 
 
 async def _read_entry(request: web.Request) -> NamedReplica:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from cartridge_policies import POLICIES
 from cartridge_proto import names
 from cartridge_proto.residency import Receipt, Tier
 from cartridge_router.errors import (
@@ -20,11 +21,14 @@ from cartridge_router.errors import (
     AuthenticationUnavailable,
     CartridgeNotServed,
     ContextTooLong,
+    DeadlineExceeded,
     IncompatibleCartridge,
     InvalidAdminToken,
     InvalidApiKey,
     InvalidRequest,
     NoEligibleReplica,
+    QueueFull,
+    QueueTimeout,
     RateLimitExceeded,
     ReplicaExists,
     RequestTimeout,
@@ -40,6 +44,7 @@ from cartridge_router.errors import (
 )
 from cartridge_router.request import Route
 from cartridge_router.roster import NamedReplica
+from cartridge_router.settings import MAX_PRIORITY, MIN_PRIORITY
 from cartridge_router.shapes import (
     AnthropicError,
     CartridgeFields,
@@ -54,6 +59,7 @@ from cartridge_router.shapes import (
     ReplicaEntry,
     Replicas,
 )
+from cartridge_router.steering import MAX_DEADLINE_MS, YES
 
 API_VERSION: Final = "1.0.0"
 """Of what is described here, not of the package."""
@@ -73,6 +79,7 @@ _ADMIN_SHAPES: Final[tuple[type, ...]] = (Error, NamedReplica, ReplicaEntry, Rep
 _KEYED: Final = (InvalidApiKey, AuthenticationUnavailable)
 _READ: Final = (InvalidRequest, RequestTimeout, RequestTooLarge, RateLimitExceeded)
 _PLACED: Final = (UnknownModel, AllReplicasSaturated, NoEligibleReplica)
+_QUEUED: Final = (QueueFull, QueueTimeout, DeadlineExceeded)
 _CHOSEN: Final = (UnknownCartridge, IncompatibleCartridge, ContextTooLong)
 _FORWARDED: Final = (UpstreamUnavailable, UpstreamTimeout)
 
@@ -90,6 +97,8 @@ _TOLD: Final = {
     names.HEADER_DECISION: ("Why it was chosen.", None),
     names.HEADER_SELECTION: ("How the Cartridges were found.", "^(explicit|none)$"),
     names.HEADER_OVERHEAD_MS: ("What the gateway itself took.", r"^[0-9]+\.[0-9]{2}$"),
+    names.HEADER_QUEUED_MS: ("How long the request waited for room.", "^[0-9]+$"),
+    names.HEADER_EXPLANATION: ("Costs of the best candidates, JSON.", None),
     names.HEADER_MAP_AGE_MS: ("Age of what is known of residency.", "^[0-9]+$"),
     names.HEADER_CARTRIDGE_IDS: ("Aliases of the Cartridges that were used.", None),
     names.HEADER_DIGEST: ("Identity of their composition.", "^sha256:[0-9a-f]{64}$"),
@@ -248,6 +257,32 @@ _CARTRIDGE_HEADER: Final[Described] = {
     "description": "Cartridges for clients that cannot add a field, separated by commas.",
     "schema": {"type": "string"},
 }
+_STEERING: Final[tuple[Described, ...]] = tuple(
+    {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
+    for name, text, schema in (
+        (
+            names.HEADER_PRIORITY,
+            "Higher goes first where requests wait; a tenant may not go above its own.",
+            {"type": "integer", "minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY, "default": 0},
+        ),
+        (
+            names.HEADER_DEADLINE_MS,
+            "Milliseconds until the first byte of the answer.",
+            {"type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_MS},
+        ),
+        (
+            names.HEADER_POLICY,
+            "Placement policy of this request.",
+            {"enum": sorted(POLICIES)},
+        ),
+        (
+            names.HEADER_EXPLAIN,
+            "Whether the answer tells the costs of the best candidates.",
+            {"enum": list(YES), "default": "0"},
+        ),
+    )
+)
+_POLICY_HEADER: Final = next(each for each in _STEERING if each["name"] == names.HEADER_POLICY)
 _EXPLAINED_ROUTES: Final = (Route.CHAT, Route.COMPLETIONS, Route.RESPONSES, Route.MESSAGES)
 _ROUTE_QUERY: Final[Described] = {
     "name": "route",
@@ -269,8 +304,11 @@ def _generating(route: Route, summary: str) -> _Operation:
         summary=summary,
         tag="generate",
         body=CartridgeFields,
-        errors=(*_KEYED, *_READ, *_PLACED, *_CHOSEN, CartridgeNotServed, *_FORWARDED),
-        parameters=(_CARTRIDGE_HEADER, _ID_HEADER),
+        errors=(
+            *(*_KEYED, *_READ, *_PLACED, *_QUEUED),
+            *(*_CHOSEN, CartridgeNotServed, *_FORWARDED),
+        ),
+        parameters=(_CARTRIDGE_HEADER, *_STEERING, _ID_HEADER),
         is_anthropic=route is Route.MESSAGES,
         has_stream=True,
     )
@@ -283,8 +321,8 @@ def _passed(method: str, path: str) -> _Operation:
         summary="Passed to a replica as it is",
         tag="engine",
         body=EngineFields if method == "post" else None,
-        parameters=(_ID_HEADER,),
-        errors=(*_KEYED, *_READ, *_PLACED, UnknownPath, *_FORWARDED),
+        parameters=(*_STEERING, _ID_HEADER),
+        errors=(*_KEYED, *_READ, *_PLACED, *_QUEUED, UnknownPath, *_FORWARDED),
     )
 
 
@@ -322,7 +360,7 @@ _OPERATIONS: Final = (
         answer=Explanation,
         body=CartridgeFields,
         errors=(*_KEYED, *_READ, *_PLACED, *_CHOSEN),
-        parameters=(_ROUTE_QUERY, _CARTRIDGE_HEADER),
+        parameters=(_ROUTE_QUERY, _CARTRIDGE_HEADER, _POLICY_HEADER),
     ),
     _Operation(
         path="/v1/cartridges/receipts/{request_id}",
@@ -366,6 +404,13 @@ _OPERATIONS: Final = (
 
 _OF_OPERATORS: Final = (InvalidRequest, InvalidAdminToken)
 _ADMIN_OPERATIONS: Final = (
+    _Operation(
+        path="/admin/state",
+        summary="Everything that the page at /ui shows",
+        tag="state",
+        answer=_JSON,
+        errors=_OF_OPERATORS,
+    ),
     _Operation(
         path="/admin/replicas",
         summary="All replicas",

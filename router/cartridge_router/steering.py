@@ -21,7 +21,7 @@ from cartridge_router.settings import MAX_PRIORITY, MIN_PRIORITY
 MAX_DEADLINE_MS: Final = 86_400_000
 
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,9}")
-_YES: Final = {"1": True, "true": True, "0": False, "false": False}
+YES: Final = {"1": True, "true": True, "0": False, "false": False}
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ def read_steering(headers: Mapping[str, str], max_priority: int = MAX_PRIORITY) 
     priority, deadline, policy, explain = sent
     if policy is not None and policy not in POLICIES:
         raise _refused(HEADER_POLICY, f"one of {', '.join(sorted(POLICIES))}")
-    if explain is not None and explain.lower() not in _YES:
-        raise _refused(HEADER_EXPLAIN, "1 or 0")
+    if explain is not None and explain not in YES:
+        raise _refused(HEADER_EXPLAIN, f"one of {', '.join(YES)}")
     deadline_ms = _integer(HEADER_DEADLINE_MS, deadline, 1, MAX_DEADLINE_MS)
     return Steering(
         priority=_integer(HEADER_PRIORITY, priority, MIN_PRIORITY, max_priority) or 0,
         deadline_s=None if deadline_ms is None else deadline_ms / 1000,
         policy=policy,
-        is_explained=explain is not None and _YES[explain.lower()],
+        is_explained=explain is not None and YES[explain],
     )
 
 

@@ -9,7 +9,12 @@ import pytest
 from aiohttp import web
 
 from cartridge_proto.stores import LocalStore
-from cartridge_router.settings import ForwardingSettings, PlacementSettings, TenantSettings
+from cartridge_router.settings import (
+    AdmissionSettings,
+    ForwardingSettings,
+    PlacementSettings,
+    TenantSettings,
+)
 from tests.conformance.conftest import See, StartEngine, StartUrl
 from tests.conformance.model_engine import MODEL, PROMPT_TOKENS, SAID, VECTOR, WORDS, answer
 from tests.loadtest.replica_client import StartReplica, mark_of
@@ -176,7 +181,13 @@ async def test_all_replicas_are_busy(
 ) -> None:
     """A saturated fleet raises `RateLimitError` with the gateway's own code."""
     engine = await start_engine(never_answer)
-    url = await start_url(quick_gateway(engine.url, placement=PlacementSettings(max_in_flight=1)))
+    url = await start_url(
+        quick_gateway(
+            engine.url,
+            placement=PlacementSettings(max_in_flight=1),
+            admission=AdmissionSettings(max_queued=0),
+        )
+    )
     first = asyncio.create_task(see("openai_sdk", "error", url, "{}", "", "20"))
     async with asyncio.timeout(30):
         while not engine.num_open:  # noqa: ASYNC110 - asked of another process

@@ -532,7 +532,7 @@ async def test_priorities_of_clients_order_the_queue(
         ("x-cartridge-deadline-ms", "0", "1 to 86400000"),
         ("x-cartridge-deadline-ms", "1.5", "1 to 86400000"),
         ("x-cartridge-policy", "fastest", "cartridge_aware"),
-        ("x-cartridge-explain", "maybe", "1 or 0"),
+        ("x-cartridge-explain", "maybe", "1, true, 0, false"),
     ],
 )
 async def test_a_header_that_cannot_be_read_is_a_400_that_names_it(
