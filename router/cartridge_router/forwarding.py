@@ -161,6 +161,15 @@ class Exchange:
             self.headers[HEADER_DECISION] += f"; retries={self.num_retries}"
 
 
+class _WithFirstBytes(web.StreamResponse):
+    """Sends its head together with the first bytes of the body, which are there already.
+
+    aiohttp's own `Response` does so; each write is a system call, the dearest part of a request.
+    """
+
+    _send_headers_immediately = False
+
+
 class Forwarder:
     """Forwards with one client."""
 
@@ -346,12 +355,19 @@ class Forwarder:
                 self._note_failure(replica)
                 is_good = False
         exchange.note_first_byte(replica, outgoing.tiers.get(replica))
-        response = web.StreamResponse(
+        ready, is_all = upstream.ready()
+        first += ready
+        response = (_WithFirstBytes if first or is_all else web.StreamResponse)(
             status=upstream.status,
             reason=upstream.reason,
             headers=_response_headers(upstream.headers, exchange.headers),
         )
         await response.prepare(request)
+        if is_all:
+            await response.write_eof(first)
+            if is_good:
+                self._fleet.outliers.note_success(replica)
+            return response
         # Nothing can be put between events of a stream that the engine has compressed.
         is_open = is_stream and "content-encoding" not in upstream.headers
         chunk, silent_s = first, 0.0

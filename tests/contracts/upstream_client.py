@@ -211,6 +211,26 @@ class UpstreamClientContract:
                 assert await body_of(await self.send(client, server.url)) == b"hello"
             assert server.num_connections == 2
 
+    async def test_what_has_come_can_be_had_without_waiting(self, make_client: MakeClient) -> None:
+        """With the end, if that has come too; later bytes are read as ever."""
+        half = HEAD + b"Content-Length: 10\r\n\r\nhello"
+        async with serving(GOOD, half) as server:
+            client = make_client()
+            with contextlib.closing(await self.send(client, server.url)) as found:
+                body, is_all = found.ready()
+                while not is_all:
+                    # It may come in a later turn than its head.
+                    body += await found.readany()
+                    more, is_all = found.ready()
+                    body += more
+                assert body == b"hello"
+                assert await found.readany() == b""
+            with contextlib.closing(await self.send(client, server.url)) as found:
+                body = b""
+                while body != b"hello":
+                    body += await found.readany()
+                assert found.ready() == (b"", False)
+
     # --- what breaks -----------------------------------------------------------------------------
     @pytest.mark.parametrize(
         "answer",

@@ -82,6 +82,13 @@ class Answer(Protocol):
         """
         ...
 
+    def ready(self) -> tuple[bytes, bool]:
+        """What has come of the body and was not read, without waiting, and whether it ends there.
+
+        It then counts as read.
+        """
+        ...
+
     def close(self) -> None:
         """Let go: the connection is used again after a whole answer, and ended otherwise."""
         ...

@@ -310,10 +310,16 @@ class NativeAnswer:
                 await self._reader
             finally:
                 self._reader = None
+        return self.ready()[0]
+
+    def ready(self) -> tuple[bytes, bool]:
+        """As `Answer.ready` says."""
         chunks, self._chunks = self._chunks, []
         self.num_buffered_bytes = 0
-        self._connection.resume()
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if not self.is_whole:
+            # Else the connection may be another answer's by now.
+            self._connection.resume()
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks), self.is_whole
 
     def close(self) -> None:
         """As `Answer.close` says."""

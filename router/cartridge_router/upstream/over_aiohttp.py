@@ -110,6 +110,13 @@ class _Answer:
             # What the library has no error of its own for: its session was closed.
             raise BrokeOff(repr(error), is_reused=False) from error
 
+    def ready(self) -> tuple[bytes, bool]:
+        """As `Answer.ready` says."""
+        content = self._response.content
+        if content.exception() is not None:
+            return b"", False
+        return content.read_nowait(), content.is_eof()
+
     def close(self) -> None:
         """As `Answer.close` says."""
         if self._response.content.at_eof():
