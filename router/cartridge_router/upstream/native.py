@@ -34,6 +34,8 @@ MAX_HEAD_BYTES: Final = 65_536
 """Of an answer, interim ones included."""
 TURNS_TO_CLOSE: Final = 3
 """Of the event loop, until a transport that was aborted has told its protocol."""
+_READ_BYTES: Final = 8192
+"""Taken from a socket at a time: what one connection may hold beyond the limit."""
 _ONE_WRITE_BYTES: Final = 65_536
 """Up to which head and body are joined: a copy is cheaper than a second system call."""
 _OUT_OF_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
@@ -66,6 +68,7 @@ class NativeClient:
     def __init__(self, *, idle_s: float, read_buffer_bytes: int) -> None:
         self.idle_s = idle_s
         self.read_buffer_bytes = read_buffer_bytes
+        self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._idle: dict[object, deque[_Connection]] = {}
         self._open: set[_Connection] = set()
         self._sweep: asyncio.TimerHandle | None = None
@@ -149,7 +152,7 @@ class NativeClient:
             self._sweep = asyncio.get_running_loop().call_later(self.idle_s / 2, self._end_idle)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.BufferedProtocol):
     """One connection: idle, or with one answer under way."""
 
     def __init__(self, client: NativeClient, key: object, address: _Address) -> None:
@@ -223,8 +226,13 @@ class _Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._client.enter(self)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes are put: one place for all, as each is emptied before the next."""
+        return self._client.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Bytes of the answer."""
+        data = self._client.read_buffer[:nbytes]
         answer, parser = self._answer, self._parser
         if answer is None or parser is None:
             # Nobody asked: whatever this is, it must not become the next answer.
@@ -236,12 +244,13 @@ class _Connection(asyncio.Protocol):
             answer.fail(InvalidAnswer(f"no HTTP answer: {type(error).__name__}"))
             self.end()
             return
-        if not answer.has_begun and answer.note_head_bytes(len(data)) > MAX_HEAD_BYTES:
+        if not answer.has_begun and answer.note_head_bytes(nbytes) > MAX_HEAD_BYTES:
             answer.fail(InvalidAnswer(f"a head of more than {MAX_HEAD_BYTES} bytes"))
             self.end()
         elif answer.is_whole:
             self._finish(answer)
-        elif answer.num_buffered_bytes > self._client.read_buffer_bytes:
+        elif answer.num_buffered_bytes:
+            # Until somebody waits for more: what nobody reads stays at the replica.
             self.pause()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -305,6 +314,7 @@ class NativeAnswer:
                 raise self._error
             if self.is_whole:
                 return b""
+            self._connection.resume()
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
@@ -316,9 +326,6 @@ class NativeAnswer:
         """As `Answer.ready` says."""
         chunks, self._chunks = self._chunks, []
         self.num_buffered_bytes = 0
-        if not self.is_whole:
-            # Else the connection may be another answer's by now.
-            self._connection.resume()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks), self.is_whole
 
     def close(self) -> None:
