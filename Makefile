@@ -8,10 +8,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine screenshot generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine bench-gateway screenshot generate lock
 
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with everything; quick when nothing changed
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" .ci/setup $(VENV)
@@ -48,6 +48,10 @@ bench-codecs: setup ## What a codec saves and costs on real keys and values
 
 bench-engine: setup ## What a Cartridge costs on a real engine, beside a plain prompt
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_engine
+
+bench-gateway: setup ## What a request costs in the gateway, beside its peers
+	@PYTHON="$(PYTHON)" .ci/peers
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_gateway $(ARGS)
 
 screenshot: setup ## Make docs/images/ui.png anew, from a staged fleet
 	@.ci/services
