@@ -24,7 +24,6 @@ from tests.benchmarks import contenders
 from tests.benchmarks.contenders import (
     CARTRIDGES,
     LOAD_CORE,
-    PEERS_BIN,
     VLLM_ROUTER,
     Contender,
     NotStarted,
@@ -97,6 +96,16 @@ CELLS: Final = tuple(
 )
 
 
+TABLES: Final = (
+    ("cpu", "CPU µs for each request", 0),
+    ("chunk", "CPU µs for each event of a stream", 1),
+    ("added-p50", "Added latency, p50, ms", 2),
+    ("added-p99", "Added latency, p99, ms", 2),
+    ("spread", "Requests of the busiest replica, of the mean", 2),
+)
+"""Kind of row, title, digits."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One result; `target` and `ok` are `None` where the issue names no figure."""
@@ -160,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="columns with this in their name")
     parser.add_argument("--cells", nargs="+", metavar="NAME", help="cells with this in their name")
     parser.add_argument(
-        "--profile", action="store_true", help="sample the gateway's stacks (py-spy) instead"
+        "--profile", action="store_true", help="show the dearest functions of the gateway instead"
     )
     given = parser.parse_args(arguments)
     only = OWN if given.profile else given.only
@@ -169,7 +178,9 @@ def main(arguments: Sequence[str]) -> int:
     results = Results()
     with (
         tempfile.TemporaryDirectory(prefix="cartridge-bench-") as folder,
-        Bench(Path(folder), {c.contender for c in columns}, results) as bench,
+        Bench(
+            Path(folder), {c.contender for c in columns}, results, is_sampled=given.profile
+        ) as bench,
     ):
         if given.profile:
             profile(bench, [c for c in columns if c.name in OWN], cells)
@@ -182,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
     missed = [row for row in rows if row.ok is False]
     for row in [*missed, *(row for row in rows if row.ok is not False)]:
         print(line_of(row))
-    print(matrix(results, columns, cells))
+    print(tables(rows, columns, cells))
     return 1 if missed else 0
 
 
@@ -198,15 +209,18 @@ def line_of(row: Row) -> str:
     return f"{mark} {row.name:<50} {value} {row.unit:<6}{target}  ({row.against})"
 
 
-def matrix(results: Results, columns: Sequence[Column], cells: Sequence[Cell]) -> str:
-    """CPU µs a request, cells by columns."""
+def tables(rows: Sequence[Row], columns: Sequence[Column], cells: Sequence[Cell]) -> str:
+    """What was measured, cells by columns, as docs/benchmarks/gateway.md has it."""
+    values = {row.name: row.value for row in rows}
     names = [column.name for column in columns if column.name != DIRECT]
-    lines = ["", "CPU µs for each request" + "".join(f"{name:>25}" for name in names)]
-    for cell in cells:
-        values = [results.cpu_us(name, cell.name) for name in names]
-        lines.append(
-            f"{cell.name:<23}" + "".join(f"{'–' if v is None else f'{v:.0f}':>25}" for v in values)
-        )
+    lines = list[str]()
+    for kind, title, digits in TABLES:
+        lines += ["", f"{title}:", "", f"| | {' | '.join(names)} |", "|---|" + "--:|" * len(names)]
+        for cell in cells:
+            found = [values.get(f"{kind}/{cell.name}/{name}") for name in names]
+            texts = ["–" if value is None else f"{value:.{digits}f}" for value in found]
+            if any(value is not None for value in found):
+                lines.append(f"| {cell.name} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
@@ -214,11 +228,14 @@ def matrix(results: Results, columns: Sequence[Column], cells: Sequence[Cell]) -
 class Bench:
     """Everything that runs, from the beginning of a `with` block to its end."""
 
-    def __init__(self, folder: Path, wanted: set[str], results: Results) -> None:
+    def __init__(
+        self, folder: Path, wanted: set[str], results: Results, *, is_sampled: bool = False
+    ) -> None:
         self.folder = folder
         self.results = results
         self.contenders: dict[str, Contender] = {}
         self._wanted = wanted
+        self._is_sampled = is_sampled
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Bench":
@@ -253,8 +270,8 @@ class Bench:
             return contenders.rust_peer(folder, engines, program, policy)
 
         return {
-            "gateway": contenders.gateway(folder, engines, redis_url),
-            BARE: contenders.bare_gateway(folder, engines),
+            "gateway": contenders.gateway(folder, engines, redis_url, is_sampled=self._is_sampled),
+            BARE: contenders.bare_gateway(folder, engines, is_sampled=self._is_sampled),
             CACHE_AWARE: peer(VLLM_ROUTER, "cache_aware"),
             ROUND_ROBIN: peer(VLLM_ROUTER, "round_robin"),
             "sglang-router": peer("sglang-router", "cache_aware"),
@@ -527,38 +544,42 @@ def _plain_rows(results: Results, name: str, cell: Cell) -> Iterator[Row]:
 
 
 # --- where the time goes -------------------------------------------------------------------------
-PROFILE_S = 8
+PROFILE_S = 8.0
 
 
 def profile(bench: Bench, columns: Sequence[Column], cells: Sequence[Cell]) -> None:
-    """Stacks of the gateway, a file for each column and cell, and its dearest functions."""
+    """The gateway's stacks by CPU time, a file for each column and cell; its dearest functions."""
     target = Path("build/bench/profiles")
     target.mkdir(parents=True, exist_ok=True)
-    span_s = PROFILE_S + 2.0
     for cell in cells:
         bench.engines.set_pace(cell.pace_s)
         for column in columns:
             port = bench.port_of(column)
             if port is None:
                 continue
+            contender = bench.contenders[column.contender]
+            stacks_file = bench.folder / (
+                "bare.stacks" if column.name == BARE else "gateway.stacks"
+            )
+            plan = plan_of(column, cell, port, THOROUGH, 0)
+            bench.ask(msgspec.structs.replace(plan, min_s=0.5, max_s=0.5))
+            contenders.stacks_of(contender, stacks_file)
+            found = bench.measure(
+                column, cell, msgspec.structs.replace(plan, min_s=PROFILE_S, max_s=PROFILE_S)
+            )
+            stacks = contenders.stacks_of(contender, stacks_file)
             file = target / f"{cell.name}-{column.name}.txt".replace("/", "-")
-            pid = bench.contenders[column.contender].pid
-            command = [str(PEERS_BIN / "py-spy"), "record", "--pid", str(pid), "--nonblocking"]
-            command += ["--format", "raw", "--rate", "400", "--duration", str(PROFILE_S)]
-            with (target / "py-spy.log").open("ab") as log:
-                spy = subprocess.Popen([*command, "--output", str(file)], stdout=log, stderr=log)
-                plan = plan_of(column, cell, port, THOROUGH, 0)
-                bench.ask(msgspec.structs.replace(plan, min_s=span_s, max_s=span_s))
-                spy.wait(timeout=60)
-            print(f"\n{cell.name} {column.name}: {file}\n{dearest(file.read_text())}")
+            file.write_text(stacks)
+            print(f"\n{cell.name} {column.name}, {found.cpu_us:.0f} µs a request: {file}")
+            print(dearest(stacks))
 
 
 def dearest(stacks: str, num_functions: int = 30) -> str:
-    """The functions of py-spy's raw stacks with the most samples of their own, and in all."""
+    """The functions with the most samples of their own, and in all."""
     own, within = Counter[str](), Counter[str]()
     for line in stacks.splitlines():
         frames, _, count = line.rpartition(" ")
-        names = [_without_line(frame) for frame in frames.split(";")]
+        names = frames.split(";")
         own[names[-1]] += int(count)
         within.update(dict.fromkeys(names, int(count)))
     total = max(1, own.total())
@@ -569,10 +590,6 @@ def dearest(stacks: str, num_functions: int = 30) -> str:
     )
     lines += [f"{own[f] / total:6.1%} {within[f] / total:7.1%}  {f}" for f in ranked]
     return "\n".join(lines)
-
-
-def _without_line(frame: str) -> str:
-    return frame.rpartition(":")[0] + ")" if ":" in frame else frame
 
 
 if __name__ == "__main__":

@@ -17,7 +17,13 @@ import pytest
 from aiohttp import web
 
 from tests.benchmarks import bench_gateway as bench
-from tests.benchmarks.contenders import NotStarted, running_engines, started
+from tests.benchmarks.contenders import (
+    Contender,
+    NotStarted,
+    running_engines,
+    stacks_of,
+    started,
+)
 from tests.benchmarks.gateway_answers import (
     DONE,
     EVENTS,
@@ -373,8 +379,34 @@ def test_a_sample_with_a_wrong_answer_fails_the_run(tmp_path: Path) -> None:
         assert "refused" in results.wrong[1].against
 
 
+def test_tables_show_cells_by_columns() -> None:
+    """Each figure stands below its column; what was not measured is a dash."""
+    results = _results(ours=100.0, litellm=400.4)
+    rows = bench.judged(results, bench.COLUMNS, [CELL])
+    lines = bench.tables(rows, bench.COLUMNS, [CELL]).splitlines()
+    names, _, values = lines[3:6]
+    found = dict(zip(names.split(" | "), values.split(" | "), strict=True))
+    assert (found[bench.OURS], found["litellm |"], found["smg"]) == ("100", "400 |", "–")
+
+
 def test_a_profile_names_the_dearest_functions() -> None:
-    """Self and cumulative shares come from py-spy's raw stacks."""
-    found = bench.dearest("run (a.py:1);work (b.py:7) 3\nrun (a.py:2) 1\n").splitlines()
+    """Self and cumulative shares come from stacks and how often each was seen."""
+    found = bench.dearest("run (a.py);work (b.py) 3\nrun (a.py) 1\n").splitlines()
     assert found[1].split() == ["75.0%", "75.0%", "work", "(b.py)"]
     assert found[2].split() == ["25.0%", "100.0%", "run", "(a.py)"]
+
+
+def test_a_sampler_sees_who_uses_the_cpu(tmp_path: Path) -> None:
+    """The function that burns the CPU is the dearest, and the counts begin anew once written."""
+    file = tmp_path / "stacks"
+    code = (
+        "import os, signal, pathlib\n"
+        "from tests.benchmarks.cpu_sampler import Sampler\n"
+        f"Sampler(pathlib.Path({str(file)!r})).start()\n"
+        "burn(0.5)"
+    )
+    with burning(code) as pid:
+        contender = Contender(pid, 0)
+        stacks = stacks_of(contender, file)
+        assert bench.dearest(stacks).splitlines()[1].split()[2] == "burn"
+        assert "burn" not in stacks_of(contender, file)
