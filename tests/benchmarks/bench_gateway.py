@@ -7,6 +7,7 @@ stay on one core, load and mock on the other, and ratios are between proxies of 
 import argparse
 import contextlib
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tests.benchmarks import contenders
 from tests.benchmarks.contenders import (
     CARTRIDGES,
     LOAD_CORE,
+    PEERS_BIN,
     VLLM_ROUTER,
     Contender,
     NotStarted,
@@ -178,9 +180,7 @@ def main(arguments: Sequence[str]) -> int:
     results = Results()
     with (
         tempfile.TemporaryDirectory(prefix="cartridge-bench-") as folder,
-        Bench(
-            Path(folder), {c.contender for c in columns}, results, is_sampled=given.profile
-        ) as bench,
+        Bench(Path(folder), {c.contender for c in columns}, results) as bench,
     ):
         if given.profile:
             profile(bench, [c for c in columns if c.name in OWN], cells)
@@ -228,14 +228,11 @@ def tables(rows: Sequence[Row], columns: Sequence[Column], cells: Sequence[Cell]
 class Bench:
     """Everything that runs, from the beginning of a `with` block to its end."""
 
-    def __init__(
-        self, folder: Path, wanted: set[str], results: Results, *, is_sampled: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, wanted: set[str], results: Results) -> None:
         self.folder = folder
         self.results = results
         self.contenders: dict[str, Contender] = {}
         self._wanted = wanted
-        self._is_sampled = is_sampled
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Bench":
@@ -270,8 +267,8 @@ class Bench:
             return contenders.rust_peer(folder, engines, program, policy)
 
         return {
-            "gateway": contenders.gateway(folder, engines, redis_url, is_sampled=self._is_sampled),
-            BARE: contenders.bare_gateway(folder, engines, is_sampled=self._is_sampled),
+            "gateway": contenders.gateway(folder, engines, redis_url),
+            BARE: contenders.bare_gateway(folder, engines),
             CACHE_AWARE: peer(VLLM_ROUTER, "cache_aware"),
             ROUND_ROBIN: peer(VLLM_ROUTER, "round_robin"),
             "sglang-router": peer("sglang-router", "cache_aware"),
@@ -544,11 +541,16 @@ def _plain_rows(results: Results, name: str, cell: Cell) -> Iterator[Row]:
 
 
 # --- where the time goes -------------------------------------------------------------------------
-PROFILE_S = 8.0
+PROFILE_S = 8
+SAMPLES_PER_S = 400
+_LINE = re.compile(r":\d+(?=\)$)")
 
 
 def profile(bench: Bench, columns: Sequence[Column], cells: Sequence[Cell]) -> None:
-    """The gateway's stacks by CPU time, a file for each column and cell; its dearest functions."""
+    """Stacks of the gateway, a file for each column and cell, and its dearest functions.
+
+    py-spy takes whoever waits for a core for one that works: for a quiet machine.
+    """
     target = Path("build/bench/profiles")
     target.mkdir(parents=True, exist_ok=True)
     for cell in cells:
@@ -557,21 +559,21 @@ def profile(bench: Bench, columns: Sequence[Column], cells: Sequence[Cell]) -> N
             port = bench.port_of(column)
             if port is None:
                 continue
-            contender = bench.contenders[column.contender]
-            stacks_file = bench.folder / (
-                "bare.stacks" if column.name == BARE else "gateway.stacks"
-            )
-            plan = plan_of(column, cell, port, THOROUGH, 0)
-            bench.ask(msgspec.structs.replace(plan, min_s=0.5, max_s=0.5))
-            contenders.stacks_of(contender, stacks_file)
-            found = bench.measure(
-                column, cell, msgspec.structs.replace(plan, min_s=PROFILE_S, max_s=PROFILE_S)
-            )
-            stacks = contenders.stacks_of(contender, stacks_file)
             file = target / f"{cell.name}-{column.name}.txt".replace("/", "-")
-            file.write_text(stacks)
+            pid = bench.contenders[column.contender].pid
+            command = [str(PEERS_BIN / "py-spy"), "record", "--pid", str(pid), "--nonblocking"]
+            command += ["--format", "raw", "--rate", str(SAMPLES_PER_S)]
+            command += ["--duration", str(PROFILE_S), "--output", str(file)]
+            span_s = PROFILE_S + 2.0
+            plan = plan_of(column, cell, port, THOROUGH, 0)
+            with (target / "py-spy.log").open("ab") as log:
+                spy = subprocess.Popen(command, stdout=log, stderr=log)
+                found = bench.measure(
+                    column, cell, msgspec.structs.replace(plan, min_s=span_s, max_s=span_s)
+                )
+                spy.wait(timeout=60)
             print(f"\n{cell.name} {column.name}, {found.cpu_us:.0f} µs a request: {file}")
-            print(dearest(stacks))
+            print(dearest(file.read_text()))
 
 
 def dearest(stacks: str, num_functions: int = 30) -> str:
@@ -579,7 +581,7 @@ def dearest(stacks: str, num_functions: int = 30) -> str:
     own, within = Counter[str](), Counter[str]()
     for line in stacks.splitlines():
         frames, _, count = line.rpartition(" ")
-        names = frames.split(";")
+        names = [_LINE.sub("", frame) for frame in frames.split(";")]
         own[names[-1]] += int(count)
         within.update(dict.fromkeys(names, int(count)))
     total = max(1, own.total())

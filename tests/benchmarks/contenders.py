@@ -6,7 +6,6 @@ Owns command lines, the cores that processes stay on, and their ends. Refuses to
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -76,9 +75,13 @@ class Engines:
 
 @contextlib.contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """What is started in the block stays on this core."""
+    """What is started in the block stays on this core, also within another such block.
+
+    Raises:
+        OSError: this process may not use it.
+    """
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core} & before or before)
+    os.sched_setaffinity(0, {core})
     try:
         yield
     finally:
@@ -220,9 +223,7 @@ def _last_line(log: Path) -> str:
 
 
 @contextlib.contextmanager
-def gateway(
-    folder: Path, engines: Engines, redis_url: str, *, is_sampled: bool = False
-) -> Iterator[Contender]:
+def gateway(folder: Path, engines: Engines, redis_url: str) -> Iterator[Contender]:
     """Ours, with everything: store, Redis, residency-aware policy, keys, limits, signed records."""
     tenant = {
         "limits": dict.fromkeys(
@@ -245,42 +246,24 @@ def gateway(
         max_s=1, cartridges=CARTRIDGES, key=ACME_KEY,
     )  # fmt: skip
     environment = {ENV_RESIDENCY_KEY: RESIDENCY_KEY}
-    command = _serve(folder / "gateway.yaml", settings, is_sampled=is_sampled)
+    command = _serve(folder / "gateway.yaml", settings)
     with started("gateway", command, port, folder, environment, plan) as contender:
         yield contender
 
 
 @contextlib.contextmanager
-def bare_gateway(
-    folder: Path, engines: Engines, *, is_sampled: bool = False
-) -> Iterator[Contender]:
+def bare_gateway(folder: Path, engines: Engines) -> Iterator[Contender]:
     """Ours as a plain proxy: no store, no Redis, no keys."""
     port = free_port()
     settings = {"port": port, "replicas": engines.urls, "drain": {"settle_s": 0.0, "grace_s": 5.0}}
-    command = _serve(folder / "bare.yaml", settings, is_sampled=is_sampled)
+    command = _serve(folder / "bare.yaml", settings)
     with started("gateway-bare", command, port, folder) as contender:
         yield contender
 
 
-def _serve(file: Path, settings: dict[str, Any], *, is_sampled: bool) -> list[str]:
-    """With `is_sampled` it writes its stacks beside its settings when it gets SIGUSR2."""
+def _serve(file: Path, settings: dict[str, Any]) -> list[str]:
     file.write_text(yaml.safe_dump(settings))
-    module = ["cartridge_router"]
-    if is_sampled:
-        module = ["tests.benchmarks.cpu_sampler", str(file.with_suffix(".stacks"))]
-    return [sys.executable, "-m", *module, "serve", "--config", str(file)]
-
-
-def stacks_of(contender: Contender, file: Path) -> str:
-    """The stacks of a sampled gateway since the last call: frames, a blank, how often."""
-    file.unlink(missing_ok=True)
-    os.kill(contender.pid, signal.SIGUSR2)
-    give_up_s = time.monotonic() + 10
-    while not file.exists():
-        if time.monotonic() > give_up_s:
-            raise TimeoutError(f"no stacks in {file}")
-        time.sleep(0.01)
-    return file.read_text()
+    return [sys.executable, "-m", "cartridge_router", "serve", "--config", str(file)]
 
 
 @contextlib.contextmanager

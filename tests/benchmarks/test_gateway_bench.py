@@ -18,10 +18,12 @@ from aiohttp import web
 
 from tests.benchmarks import bench_gateway as bench
 from tests.benchmarks.contenders import (
-    Contender,
+    LOAD_CORE,
+    PROXY_CORE,
     NotStarted,
+    on_core,
+    running,
     running_engines,
-    stacks_of,
     started,
 )
 from tests.benchmarks.gateway_answers import (
@@ -283,6 +285,18 @@ def test_cpu_time_includes_a_child_that_has_ended() -> None:
         assert cpu_s(pid) >= 0.4
 
 
+def test_a_proxy_has_a_core_of_its_own(tmp_path: Path) -> None:
+    """What is started on the proxies' core stays there although its starter is on the other."""
+    code = "import os\nprint(os.sched_getaffinity(0))"
+    for core in (LOAD_CORE, PROXY_CORE):
+        with (
+            on_core(LOAD_CORE),
+            running(core, [sys.executable, "-c", code], tmp_path / "log", stdout=-1) as process,
+        ):
+            assert process.stdout is not None
+            assert process.stdout.read() == f"{{{core}}}\n"
+
+
 # --- verdicts ------------------------------------------------------------------------------------
 def test_the_cartridges_are_spread_over_engines_and_tiers() -> None:
     """Each engine holds some at each tier; some Cartridges are on several, some nowhere."""
@@ -391,22 +405,6 @@ def test_tables_show_cells_by_columns() -> None:
 
 def test_a_profile_names_the_dearest_functions() -> None:
     """Self and cumulative shares come from stacks and how often each was seen."""
-    found = bench.dearest("run (a.py);work (b.py) 3\nrun (a.py) 1\n").splitlines()
+    found = bench.dearest("run (a.py:1);work (b.py:7) 3\nrun (a.py:2) 1\n").splitlines()
     assert found[1].split() == ["75.0%", "75.0%", "work", "(b.py)"]
     assert found[2].split() == ["25.0%", "100.0%", "run", "(a.py)"]
-
-
-def test_a_sampler_sees_who_uses_the_cpu(tmp_path: Path) -> None:
-    """The function that burns the CPU is the dearest, and the counts begin anew once written."""
-    file = tmp_path / "stacks"
-    code = (
-        "import os, signal, pathlib\n"
-        "from tests.benchmarks.cpu_sampler import Sampler\n"
-        f"Sampler(pathlib.Path({str(file)!r})).start()\n"
-        "burn(0.5)"
-    )
-    with burning(code) as pid:
-        contender = Contender(pid, 0)
-        stacks = stacks_of(contender, file)
-        assert bench.dearest(stacks).splitlines()[1].split()[2] == "burn"
-        assert "burn" not in stacks_of(contender, file)
