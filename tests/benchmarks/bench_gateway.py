@@ -542,14 +542,15 @@ def _plain_rows(results: Results, name: str, cell: Cell) -> Iterator[Row]:
 
 # --- where the time goes -------------------------------------------------------------------------
 PROFILE_S = 8
-SAMPLES_PER_S = 400
+SAMPLES_PER_S = 250
 _LINE = re.compile(r":\d+(?=\)$)")
 
 
 def profile(bench: Bench, columns: Sequence[Column], cells: Sequence[Cell]) -> None:
     """Stacks of the gateway, a file for each column and cell, and its dearest functions.
 
-    py-spy takes whoever waits for a core for one that works: for a quiet machine.
+    py-spy takes who waits for a core for one that works: for a quiet machine. It stops the process
+    for each sample: without that it reads torn stacks.
     """
     target = Path("build/bench/profiles")
     target.mkdir(parents=True, exist_ok=True)
@@ -561,7 +562,7 @@ def profile(bench: Bench, columns: Sequence[Column], cells: Sequence[Cell]) -> N
                 continue
             file = target / f"{cell.name}-{column.name}.txt".replace("/", "-")
             pid = bench.contenders[column.contender].pid
-            command = [str(PEERS_BIN / "py-spy"), "record", "--pid", str(pid), "--nonblocking"]
+            command = [str(PEERS_BIN / "py-spy"), "record", "--pid", str(pid)]
             command += ["--format", "raw", "--rate", str(SAMPLES_PER_S)]
             command += ["--duration", str(PROFILE_S), "--output", str(file)]
             span_s = PROFILE_S + 2.0
@@ -577,11 +578,16 @@ def profile(bench: Bench, columns: Sequence[Column], cells: Sequence[Cell]) -> N
 
 
 def dearest(stacks: str, num_functions: int = 30) -> str:
-    """The functions with the most samples of their own, and in all."""
+    """The functions of the main thread with the most samples of their own, and in all.
+
+    Threads of the pool wait, which py-spy does not see.
+    """
     own, within = Counter[str](), Counter[str]()
     for line in stacks.splitlines():
         frames, _, count = line.rpartition(" ")
         names = [_LINE.sub("", frame) for frame in frames.split(";")]
+        if names[0].startswith("Thread."):
+            continue
         own[names[-1]] += int(count)
         within.update(dict.fromkeys(names, int(count)))
     total = max(1, own.total())

@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it; times of right answers in seconds."""
+    """What came of it; times of right answers in seconds, without the first of a connection."""
 
     num_requests: int
     num_wrong: int
@@ -104,12 +104,19 @@ def _words(seed: str, size: int) -> str:
 _SYLLABLES = ["ba", "der", "kin", "lo", "mar", "net", "os", "pru", "quay", "ri", "sel", "tor"]
 
 
+class _Times:
+    """Of right answers; `firsts` to the first byte of a body."""
+
+    def __init__(self) -> None:
+        self.totals, self.firsts, self.reads = list[float](), list[float](), list[int]()
+
+
 class _Run:
     """What the connections of one sample share."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.totals, self.firsts, self.reads = list[float](), list[float](), list[int]()
+        self.fresh, self.settled = _Times(), _Times()
         self.problems = Counter[str]()
         self.num_body_bytes = 0
         self.done = asyncio.Event()
@@ -140,6 +147,7 @@ class _Run:
 class _Connection(asyncio.Protocol):
     def __init__(self, run: _Run) -> None:
         self._run = run
+        self._times = run.fresh
         self._is_waiting = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -194,9 +202,11 @@ class _Connection(asyncio.Protocol):
         if problem is not None:
             run.problems[problem] += 1
         else:
-            run.totals.append(ended_s - self._sent_s)
-            run.firsts.append(self._first_s - self._sent_s)
-            run.reads.append(self._num_reads + 1)
+            self._times.totals.append(ended_s - self._sent_s)
+            self._times.firsts.append(self._first_s - self._sent_s)
+            self._times.reads.append(self._num_reads + 1)
+            # The first answer on a connection has waited for the connection to be accepted.
+            self._times = run.settled
         if not self._parser.should_keep_alive():
             self._end("the connection is closed after an answer")
             return
@@ -221,17 +231,18 @@ async def sample(plan: Plan, stuck_s: float = STUCK_S) -> Sample:
     except TimeoutError:
         run.problems["an answer does not come"] += run.num_open
     num_wrong = run.problems.total()
+    times = run.settled if run.settled.totals else run.fresh
     return Sample(
-        num_requests=len(run.totals) + num_wrong,
+        num_requests=len(run.fresh.totals) + len(run.settled.totals) + num_wrong,
         num_wrong=num_wrong,
         problems=[f"{count} times: {text}" for text, count in run.problems.most_common(3)],
         num_body_bytes=run.num_body_bytes,
         elapsed_s=time.perf_counter() - run.started_s,
-        total_p50_s=_percentile(run.totals, 50),
-        total_p99_s=_percentile(run.totals, 99),
-        first_p50_s=_percentile(run.firsts, 50),
-        first_p99_s=_percentile(run.firsts, 99),
-        num_reads=statistics.fmean(run.reads) if run.reads else 0.0,
+        total_p50_s=_percentile(times.totals, 50),
+        total_p99_s=_percentile(times.totals, 99),
+        first_p50_s=_percentile(times.firsts, 50),
+        first_p99_s=_percentile(times.firsts, 99),
+        num_reads=statistics.fmean(times.reads) if times.reads else 0.0,
     )
 
 

@@ -405,6 +405,7 @@ def test_tables_show_cells_by_columns() -> None:
 
 def test_a_profile_names_the_dearest_functions() -> None:
     """Self and cumulative shares come from stacks and how often each was seen."""
-    found = bench.dearest("run (a.py:1);work (b.py:7) 3\nrun (a.py:2) 1\n").splitlines()
+    stacks = "run (a.py:1);work (b.py:7) 3\nrun (a.py:2) 1\nThread.run (c.py:1) 9\n"
+    found = bench.dearest(stacks).splitlines()
     assert found[1].split() == ["75.0%", "75.0%", "work", "(b.py)"]
     assert found[2].split() == ["25.0%", "100.0%", "run", "(a.py)"]
