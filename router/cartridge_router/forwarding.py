@@ -105,6 +105,8 @@ _ITS_OWN: Final = frozenset(
 )
 """Reasons that another replica may not have."""
 _EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
+_FRAME_BYTES: Final = 32
+"""At most, around one chunk of a body."""
 _KEEP_ALIVE: Final = b": keep-alive\n\n"
 _DEFAULT_RETRY_AFTER_S: Final = 1.0
 
@@ -437,8 +439,7 @@ class Forwarder:
         left_s = self._settings.idle_timeout_s - silent_s
         wait_s = min(left_s, self._settings.keep_alive_s) if can_wait else left_s
         try:
-            async with asyncio.timeout(wait_s):
-                return await upstream.readany(), 0.0
+            return await upstream.readany(wait_s), 0.0
         except TimeoutError:
             if wait_s >= left_s:
                 raise
@@ -450,12 +451,16 @@ class Forwarder:
         Raises:
             ConnectionResetError: it does not, or is gone.
         """
+        transport = request.transport
+        if transport is not None and _has_room(transport, len(data)):
+            await response.write(data)
+            return
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 await response.write(data)
         except TimeoutError as error:
-            if request.transport is not None:
-                request.transport.abort()
+            if transport is not None:
+                transport.abort()
             raise ConnectionResetError("the client does not read its answer") from error
 
     async def _raise_from_receipt(self, outgoing: Outgoing, replica: ReplicaId) -> None:
@@ -468,6 +473,12 @@ class Forwarder:
         if receipt.reason in _ITS_OWN:
             raise _Failed(text, error(text))
         raise error(text)
+
+
+def _has_room(transport: asyncio.Transport, num_bytes: int) -> bool:
+    """Whether so many bytes of an answer can be written without waiting for the client."""
+    _, high = transport.get_write_buffer_limits()
+    return transport.get_write_buffer_size() + num_bytes + _FRAME_BYTES <= high
 
 
 async def _read(upstream: Answer, most_bytes: int) -> bytes:

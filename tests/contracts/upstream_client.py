@@ -45,6 +45,7 @@ class ScriptedServer:
     piece_bytes: int | None = None
     ends: bool = False
     url: str = ""
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
     requests: list[bytes] = field(default_factory=list)
     num_connections: int = 0
     num_open: int = 0
@@ -54,6 +55,7 @@ class ScriptedServer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
+        self.writers.append(writer)
         self.num_connections += 1
         self.num_open += 1
         try:
@@ -230,6 +232,20 @@ class UpstreamClientContract:
                 while body != b"hello":
                     body += await found.readany()
                 assert found.ready() == (b"", False)
+
+    async def test_a_silence_can_be_timed(self, make_client: MakeClient) -> None:
+        """Nothing is lost by it: what comes later is read later."""
+        half = HEAD + b"Content-Length: 10\r\n\r\nhello"
+        async with serving(half) as server:
+            found = await self.send(make_client(), server.url)
+            body = b""
+            while body != b"hello":
+                body += await found.readany(TIMEOUT_S)
+            for _ in range(2):
+                with pytest.raises(TimeoutError):
+                    await found.readany(0.01)
+            server.writers[0].write(b"there")
+            assert await body_of(found) == b"there"
 
     # --- what breaks -----------------------------------------------------------------------------
     @pytest.mark.parametrize(

@@ -74,11 +74,12 @@ class Answer(Protocol):
         """As they came, repeated ones repeatedly."""
         ...
 
-    async def readany(self) -> bytes:
+    async def readany(self, wait_s: float | None = None) -> bytes:
         """What has come of the body, at least a byte; empty at its end.
 
         Raises:
             BrokeOff, InvalidAnswer: before its end.
+            TimeoutError: nothing came in so many seconds; later bytes can be read all the same.
         """
         ...
 

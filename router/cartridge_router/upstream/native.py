@@ -307,20 +307,25 @@ class NativeAnswer:
         self._is_interim = False
 
     # --- for its reader --------------------------------------------------------------------------
-    async def readany(self) -> bytes:
+    async def readany(self, wait_s: float | None = None) -> bytes:
         """As `Answer.readany` says."""
-        while not self._chunks:
-            if self._error is not None:
-                raise self._error
-            if self.is_whole:
-                return b""
+        if not self._chunks and not self.is_whole and self._error is None:
             self._connection.resume()
-            self._reader = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._reader = loop.create_future()
+            # Much cheaper than `asyncio.timeout`, and this is done for each piece of a stream.
+            timer = None if wait_s is None else loop.call_later(wait_s, self._wake)
             try:
                 await self._reader
             finally:
                 self._reader = None
-        return self.ready()[0]
+                if timer is not None:
+                    timer.cancel()
+        if self._chunks or self.is_whole:
+            return self.ready()[0]
+        if self._error is not None:
+            raise self._error
+        raise TimeoutError
 
     def ready(self) -> tuple[bytes, bool]:
         """As `Answer.ready` says."""

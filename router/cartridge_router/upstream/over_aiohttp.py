@@ -3,6 +3,7 @@
 Owns the session and the mapping of its errors. Refuses what `upstream` does not ask for.
 """
 
+import asyncio
 import errno
 import io
 import ssl
@@ -100,10 +101,11 @@ class _Answer:
         self.reason = response.reason or ""
         self.headers: MultiMapping[str] = response.headers
 
-    async def readany(self) -> bytes:
+    async def readany(self, wait_s: float | None = None) -> bytes:
         """As `Answer.readany` says."""
         try:
-            return await self._response.content.readany()
+            async with asyncio.timeout(wait_s):
+                return await self._response.content.readany()
         except aiohttp.ClientError as error:
             raise _mapped(error, self._leg) from error
         except RuntimeError as error:
