@@ -178,7 +178,7 @@ class FleetSettings(_Section, frozen=True, kw_only=True):
 
 
 class AdminSettings(_Section, frozen=True, kw_only=True):
-    """A listener for operators: `/admin/replicas`."""
+    """A listener for operators: `/ui`, `/admin/state`, `/admin/replicas`."""
 
     host: str = "127.0.0.1"
     """Beyond loopback it needs a token."""

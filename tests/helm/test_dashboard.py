@@ -59,6 +59,8 @@ def test_every_metric_of_the_request_path_is_shown() -> None:
         names.METRIC_TTFB_SECONDS,
         names.METRIC_OVERHEAD_SECONDS,
         names.METRIC_IN_FLIGHT,
+        names.METRIC_QUEUED,
+        names.METRIC_QUEUE_SECONDS,
         names.METRIC_REPLICA_HEALTHY,
         names.METRIC_UPSTREAM_RETRIES,
         names.METRIC_EJECTIONS,
