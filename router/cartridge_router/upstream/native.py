@@ -173,7 +173,14 @@ class _Connection(asyncio.BufferedProtocol):
     async def ask(self, question: Question) -> "NativeAnswer":
         """Send, and wait for the head of the answer."""
         assert self._transport is not None  # noqa: S101 - connected
-        head = self._head_of(question)
+        try:
+            head = self._head_of(question)
+        except UpstreamError:
+            self.end()
+            raise
+        if self.is_ended:
+            # Closed in the turns between the connection and this one; nobody is told again.
+            raise BrokeOff("closed by the replica at once", is_reused=False)
         answer = self._answer = NativeAnswer(self, is_head=question.method == "HEAD")
         self._parser = answer.parser
         if len(question.body) <= _ONE_WRITE_BYTES:

@@ -6,6 +6,7 @@ import itertools
 import os
 import resource
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from cartridge_router.upstream import (
+    BrokeOff,
     InvalidAnswer,
     OutOfFiles,
     Question,
@@ -103,7 +105,27 @@ class TestNativeClient(UpstreamClientContract):
             question = Question("GET", path, CIMultiDict(headers), b"")
             with pytest.raises(UpstreamError):
                 await self.send(make_client(), server.url, question)
+            async with asyncio.timeout(10):
+                await server.has_closed.wait()
             assert server.requests == []
+
+    async def test_a_connection_that_ends_before_it_is_used_is_an_error(
+        self, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its end is told once, to nobody yet: the question must not wait for it."""
+        connect = NativeClient._connect
+
+        async def connect_and_lose(self: NativeClient, *arguments: Any) -> Any:
+            connection = await connect(self, *arguments)
+            connection.end()
+            await asyncio.sleep(0.01)
+            return connection
+
+        monkeypatch.setattr(NativeClient, "_connect", connect_and_lose)
+        async with serving(GOOD) as server:
+            with pytest.raises(BrokeOff) as caught:
+                await self.send(make_client(), server.url)
+            assert not caught.value.is_reused
 
     async def test_a_process_without_files_blames_nobody(self, make_client: MakeClient) -> None:
         """It is told apart from a replica that cannot be reached."""
