@@ -12,11 +12,12 @@ Source: Goyal, Vin, Cheng, "Start-Time Fair Queueing", SIGCOMM 1996.
 import asyncio
 import bisect
 import contextlib
+import heapq
 import itertools
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -57,8 +58,8 @@ class Ticket:
 class _Waiter:
     ticket: Ticket
     place: Callable[[], Placement]
-    turn: tuple[int, float, int]
-    """Smaller goes first."""
+    place_in_line: tuple[int, int]
+    """Priority, the other way round, and arrival: smaller goes first among one tenant's."""
     answer: asyncio.Future[Placement | Exception]
     """Never an exception of the future's own: nobody might be there to take it."""
     slot: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -83,31 +84,47 @@ class _Queue:
         """Requests of one tenant that wait."""
         return self._num_of[tenant]
 
-    def start_tag(self, tenant: str) -> float:
-        """Where a request of this tenant that comes now stands among equals."""
-        return max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
-
     def join(self, waiter: _Waiter) -> None:
         """Let one wait at its place."""
-        bisect.insort(self._waiters, waiter, key=lambda each: each.turn)
-        tenant = waiter.ticket.tenant
-        self._num_of[tenant] += 1
-        self._finish_tags[tenant] = waiter.turn[1] + 1.0
+        bisect.insort(self._waiters, waiter, key=lambda each: each.place_in_line)
+        self._num_of[waiter.ticket.tenant] += 1
 
     def leave(self, waiter: _Waiter) -> None:
         """Let one that waits go, whyever."""
-        begin = bisect.bisect_left(self._waiters, waiter.turn, key=lambda each: each.turn)
-        assert self._waiters[begin] is waiter  # noqa: S101 - turns are unique
+        begin = bisect.bisect_left(
+            self._waiters, waiter.place_in_line, key=lambda each: each.place_in_line
+        )
+        assert self._waiters[begin] is waiter  # noqa: S101 - places are unique
         del self._waiters[begin]
         self._num_of[waiter.ticket.tenant] -= 1
 
-    def in_order(self) -> list[_Waiter]:
-        """All, first the one whose turn it is."""
-        return list(self._waiters)
+    def in_order(self) -> Iterator[_Waiter]:
+        """All that wait now, first the one whose turn it is."""
+        for _, equals in itertools.groupby(list(self._waiters), lambda each: each.place_in_line[0]):
+            lines: dict[str, deque[_Waiter]] = {}
+            for waiter in equals:
+                lines.setdefault(waiter.ticket.tenant, deque()).append(waiter)
+            # Start tags: of the first of each tenant its own, of each further one a request later.
+            heads = [
+                (self._start_tag(tenant), line[0].place_in_line[1], tenant)
+                for tenant, line in lines.items()
+            ]
+            heapq.heapify(heads)
+            while heads:
+                tag, _, tenant = heapq.heappop(heads)
+                line = lines[tenant]
+                yield line.popleft()
+                if line:
+                    heapq.heappush(heads, (tag + 1.0, line[0].place_in_line[1], tenant))
+
+    def _start_tag(self, tenant: str) -> float:
+        return max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
 
     def note_granted(self, waiter: _Waiter) -> None:
-        """Time of the queue goes on to where this one stood."""
-        self._virtual_time = max(self._virtual_time, waiter.turn[1])
+        """Charge its tenant with one request; who leaves without a grant is charged nothing."""
+        tenant = waiter.ticket.tenant
+        self._virtual_time = self._start_tag(tenant)
+        self._finish_tags[tenant] = self._virtual_time + 1.0
         now_s = time.monotonic()
         if self._granted_s is not None:
             self._mean_gap_s += _RATE_WEIGHT * (now_s - self._granted_s - self._mean_gap_s)
@@ -191,8 +208,8 @@ class Admission:
         self, ticket: Ticket, queue: _Queue, place: Callable[[], Placement]
     ) -> Placement:
         loop = asyncio.get_running_loop()
-        turn = (-ticket.priority, queue.start_tag(ticket.tenant), next(self._arrivals))
-        waiter = _Waiter(ticket, place, turn, loop.create_future())
+        place_in_line = (-ticket.priority, next(self._arrivals))
+        waiter = _Waiter(ticket, place, place_in_line, loop.create_future())
         longest_s, has_deadline = self.settings.max_wait_s, False
         if ticket.deadline_s is not None:
             left_s = ticket.deadline_s - time.monotonic()
@@ -243,12 +260,12 @@ class Admission:
             self._grant(model, queue)
 
     def _grant(self, model: str, queue: _Queue) -> None:
+        if self._fleet.is_full(model):
+            return
         hopeless = set[Hashable]()
         for waiter in queue.in_order():
             if waiter.answer.done() or waiter.ticket.needs in hopeless:
                 continue
-            if self._fleet.is_full(model):
-                return
             try:
                 placement = waiter.place()
             except AllReplicasSaturated:
@@ -259,6 +276,8 @@ class Admission:
                 self._hold(waiter, placement)
                 queue.note_granted(waiter)
                 waiter.answer.set_result(placement)
+                if self._fleet.is_full(model):
+                    return
 
     def _hold(self, waiter: _Waiter, placement: Placement) -> None:
         replica = self._fleet.find(placement.replica)

@@ -394,6 +394,8 @@ async def running_gateway(
                 if services.siblings is not None:
                     # Whoever started this process sees by the socket that it serves.
                     await stack.enter_async_context(services.siblings.listening())
+                    # What changed between the first look and now nobody could tell this worker.
+                    await services.siblings.catch_up()
                 port = listener.sockets[0].getsockname()[1]
                 yield f"{'http' if tls is None else 'https'}://{settings.host}:{port}"
             finally:

@@ -366,7 +366,7 @@ class Forwarder:
         )
         await response.prepare(request)
         if is_all:
-            await response.write_eof(first)
+            await self._write(request, response, first, is_last=True)
             if is_good:
                 self._fleet.outliers.note_success(replica)
             return response
@@ -390,7 +390,7 @@ class Forwarder:
         if is_good:
             # Not before its end: a replica that breaks off each answer has answered none.
             self._fleet.outliers.note_success(replica)
-        await response.write_eof()
+        await self._write(request, response, b"", is_last=True)
         return response
 
     async def _first_bytes(
@@ -445,19 +445,26 @@ class Forwarder:
                 raise
         return _KEEP_ALIVE, silent_s + wait_s
 
-    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    async def _write(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        data: bytes,
+        *,
+        is_last: bool = False,
+    ) -> None:
         """Send to the client, which must read some of it in time.
 
         Raises:
             ConnectionResetError: it does not, or is gone.
         """
-        transport = request.transport
+        transport, write = request.transport, response.write_eof if is_last else response.write
         if transport is not None and _has_room(transport, len(data)):
-            await response.write(data)
+            await write(data)
             return
         try:
             async with asyncio.timeout(self._write_timeout_s):
-                await response.write(data)
+                await write(data)
         except TimeoutError as error:
             if transport is not None:
                 transport.abort()
@@ -477,8 +484,10 @@ class Forwarder:
 
 def _has_room(transport: asyncio.Transport, num_bytes: int) -> bool:
     """Whether so many bytes of an answer can be written without waiting for the client."""
-    _, high = transport.get_write_buffer_limits()
-    return transport.get_write_buffer_size() + num_bytes + _FRAME_BYTES <= high
+    low, high = transport.get_write_buffer_limits()
+    size = transport.get_write_buffer_size()
+    # Above the low mark it may be waiting already.
+    return size <= low and size + num_bytes + _FRAME_BYTES <= high
 
 
 async def _read(upstream: Answer, most_bytes: int) -> bytes:

@@ -7,6 +7,7 @@ changed. Refuses requests of clients, and to share counts: limits are of each pr
 import asyncio
 import contextlib
 import logging
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 2.0
 """For what another worker is asked; it may be busy, and goes unheard then."""
+ORDERS: Final = {signal.SIGTERM: b"T", signal.SIGINT: b"I", signal.SIGHUP: b"H"}
+"""What the process that starts workers writes to each for a signal that it gets."""
 _METRICS: Final = "/metrics"
 _CHANGES: Final = "/changes"
 
@@ -114,7 +117,13 @@ class Siblings:
                 answer.raise_for_status()
                 return await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            logger.warning("worker %d did not answer %s %s: %r", index, method, path, error)
+            # One that has not begun to listen, or is started again, asks by itself later.
+            is_away = isinstance(error, aiohttp.ClientConnectorError)
+            logger.log(
+                logging.DEBUG if is_away else logging.WARNING,
+                "worker %d did not answer %s %s: %r",
+                *(index, method, path, error),
+            )
             return None
 
     async def _answer_metrics(self, _: web.Request) -> web.Response:

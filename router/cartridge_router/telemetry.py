@@ -63,16 +63,16 @@ def merged(texts: Sequence[bytes]) -> bytes:
     """Prometheus text of all workers of one gateway, from that of each.
 
     What counts requests adds up. Of what each worker says of the same thing the largest value is
-    taken, but for health: a replica is well if all say so.
+    taken, but for health and the map: a replica is well, and the map exact, if all say so.
     """
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     families: dict[str, Metric] = {}
     for text in texts:
         for family in text_string_to_metric_families(text.decode()):
             families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            join = _joined_by(family)
             found = values.setdefault(family.name, {})
             for sample in family.samples:
+                join = _joined_by(family, sample.labels)
                 key = (sample.name, tuple(sample.labels.items()))
                 found[key] = join(found[key], sample.value) if key in found else sample.value
     for name, family in families.items():
@@ -81,13 +81,21 @@ def merged(texts: Sequence[bytes]) -> bytes:
     return generate_latest(_Collected(list(families.values())))
 
 
-def _joined_by(family: Metric) -> Callable[[float, float], float]:
-    if family.name == names.METRIC_REPLICA_HEALTHY:
+def _joined_by(family: Metric, labels: Mapping[str, str]) -> Callable[[float, float], float]:
+    is_exact_map = family.name == names.METRIC_MAP_MODE and labels["mode"] == MapMode.EXACT
+    if family.name == names.METRIC_REPLICA_HEALTHY or is_exact_map:
         return min
+    if family.name == names.METRIC_MAP_AGE:
+        return _older
     if family.name in _PARTS_OF_A_WHOLE:
         return operator.add
     is_count = family.type in {"counter", "histogram"}
     return operator.add if is_count and family.name not in _EACH_WORKER_SEES_ALL else max
+
+
+def _older(one: float, other: float) -> float:
+    """The greater age; one that was never read (-1) is older than any."""
+    return -1.0 if min(one, other) < 0 else max(one, other)
 
 
 class _Collected(CollectorRegistry):

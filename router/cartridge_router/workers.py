@@ -22,7 +22,7 @@ import msgspec
 from cartridge_proto.names import ENV_WORKER
 from cartridge_router.errors import ConfigurationError
 from cartridge_router.settings import Settings
-from cartridge_router.siblings import Worker
+from cartridge_router.siblings import ORDERS, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ class _Supervisor:
         self._folder = folder
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._is_ending = asyncio.Event()
+        self._is_ready = False
+        """All have served once: what one finds wrong later is no reason to end the others."""
 
     async def run(self) -> int:
         """Until all have ended."""
@@ -104,8 +106,8 @@ class _Supervisor:
         if number is not signal.SIGHUP:
             self._is_ending.set()
         for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+            if process.stdin is not None and not process.stdin.is_closing():
+                process.stdin.write(ORDERS[number])
 
     async def _keep(self, index: int) -> int:
         """Start one worker, and again whenever it dies; returns its last status."""
@@ -115,7 +117,7 @@ class _Supervisor:
             status = await self._run_one(index)
             if self._is_ending.is_set():
                 return max(0, status)
-            if status == REFUSED_STATUS:
+            if status == REFUSED_STATUS and not self._is_ready:
                 # It said why, and would say so again.
                 self._pass_on(signal.SIGTERM)
                 return status
@@ -125,7 +127,7 @@ class _Supervisor:
                 async with asyncio.timeout(pause_s):
                     await self._is_ending.wait()
             if self._is_ending.is_set():
-                return 1
+                return 0
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _run_one(self, index: int) -> int:
@@ -138,13 +140,15 @@ class _Supervisor:
             "-m",
             "cartridge_router",
             *self._arguments,
-            # Its end is ours: a worker whose pipe closes has nobody who would start it again.
+            # Orders go this way, and its end is ours: a worker whose pipe closes has nobody who
+            # would start it again. Signals of a terminal or of systemd reach the whole group, and
+            # a worker that got each twice would take the second for "at once".
             stdin=asyncio.subprocess.PIPE,
             env={**os.environ, ENV_WORKER: msgspec.json.encode(worker).decode()},
         )
         self._processes[index] = process
-        if self._is_ending.is_set():
-            process.terminate()
+        if self._is_ending.is_set() and process.stdin is not None:
+            process.stdin.write(ORDERS[signal.SIGINT])
         return await process.wait()
 
     async def _announce(self) -> None:
@@ -152,5 +156,6 @@ class _Supervisor:
         sockets = [Path(self._folder) / f"{index}.sock" for index in range(self._settings.workers)]
         while not all(path.exists() for path in sockets):  # noqa: ASYNC110
             await asyncio.sleep(READY_POLL_S)
+        self._is_ready = True
         scheme = "http" if self._settings.tls.cert_file is None else "https"
         logger.info("ready %s://%s:%d", scheme, self._settings.host, self._port)

@@ -144,6 +144,24 @@ async def test_tenants_take_turns(session: aiohttp.ClientSession) -> None:
     await asyncio.gather(*tasks)
 
 
+async def test_who_left_without_being_served_is_not_charged(
+    session: aiohttp.ClientSession,
+) -> None:
+    """A tenant whose requests ran out of time has its turn all the same."""
+    desk = Desk(session, room=1)
+    tasks = [await desk.start("first")]
+    given_up = [await desk.start(f"lost{index}", tenant="a") for index in range(20)]
+    tasks += [await desk.start(f"b{index}", tenant="b") for index in range(4)]
+    for task in given_up:
+        task.cancel()
+    tasks += [await desk.start(f"a{index}", tenant="a") for index in range(2)]
+    expected = ["first", "b0", "a0", "b1", "a1", "b2", "b3"]
+    for name in expected:
+        await desk.end(name)
+    assert desk.served == expected
+    await asyncio.gather(*tasks)
+
+
 async def test_who_comes_while_others_wait_does_not_overtake_them(
     session: aiohttp.ClientSession,
 ) -> None:

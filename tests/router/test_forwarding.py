@@ -18,6 +18,7 @@ from cartridge_proto.composition import cache_salt, decode_message
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.stores import LocalStore
+from cartridge_router.forwarding import _has_room
 from cartridge_router.settings import FleetSettings, ForwardingSettings, TenantSettings
 from tests.loadtest.cartridge_requests import chat_body, until
 from tests.loadtest.replica_client import StartReplica, mark_of, quick_settings
@@ -361,6 +362,25 @@ async def test_a_stream_passes_event_by_event(
 
 
 # --- attempts ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("buffered", "more", "has_room"),
+    [(0, 16_000, True), (0, 16_384, False), (4096, 12_000, True), (4097, 1, False)],
+)
+def test_a_write_has_no_time_limit_only_where_it_cannot_wait(
+    buffered: int, more: int, has_room: bool
+) -> None:
+    """Not above the high mark afterwards, and not between the marks before: it may be paused."""
+
+    class Transport(asyncio.Transport):
+        def get_write_buffer_size(self) -> int:
+            return buffered
+
+        def get_write_buffer_limits(self) -> tuple[int, int]:
+            return 4096, 16_384
+
+    assert _has_room(Transport(), more) is has_room
+
+
 async def test_a_gone_replica_s_request_goes_to_the_next(
     start_replica: StartReplica, start_gateway: StartGateway
 ) -> None:

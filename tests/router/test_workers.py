@@ -13,6 +13,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
+from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,6 +26,7 @@ from cartridge_router.siblings import Siblings, Worker
 from cartridge_router.telemetry import Metrics, merged
 from tests.router.gateway_client import CHAT, Gateway, until_true
 from tests.router.gateway_process import GatewayProcess, running_process
+from tests.router.keys_files import replace_file
 from tests.router.stub_engine import StartStub, answer_ok, never_answer
 
 BODY = json.dumps({"model": "sample", "messages": []}).encode()
@@ -156,6 +159,73 @@ async def test_requests_finish_before_the_workers_end(
         assert await process.ended() == 0
 
 
+async def until_over(seconds: float) -> None:
+    """Let a while pass in which nothing may happen."""
+    await asyncio.sleep(seconds)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_to_the_whole_group_cuts_nobody_off(
+    number: signal.Signals, session: aiohttp.ClientSession, start_stub: StartStub
+) -> None:
+    """A terminal and systemd tell the workers too: what runs is finished all the same."""
+    go_on = asyncio.Event()
+
+    async def wait_and_answer(_: web.Request) -> web.StreamResponse:
+        await go_on.wait()
+        return web.json_response({})
+
+    stub = await start_stub(wait_and_answer)
+    async with running_workers(session, stub.url) as process:
+        asking = asyncio.create_task(process.gateway.post_bytes(CHAT, BODY))
+        await process.gateway.has_metric("cartridge_router_in_flight", 1)
+        pids = await asyncio.to_thread(children_of, process.pid)
+        for pid in (*pids, process.pid, *pids):
+            os.kill(pid, number)
+        # Long enough for a cut to be seen.
+        await until_over(0.5)
+        go_on.set()
+        assert (await asking).status == 200
+        assert await process.ended() == 0
+
+
+async def test_a_bad_file_does_not_end_workers_that_serve(
+    session: aiohttp.ClientSession, start_stub: StartStub, tmp_path: Path
+) -> None:
+    """One that is started again cannot read it; the others go on, and so does that one later."""
+    stub = await start_stub(answer_ok)
+    file = tmp_path / "router.yaml"
+    good = yaml.safe_dump({"replicas": [stub.url], "fleet": {"probe_interval_s": 0.05}})
+    replace_file(file, good)
+    async with running_workers(session, CARTRIDGE_ROUTER_CONFIG=str(file)) as process:
+        assert await ask_afresh(process.gateway.url) == 200
+        pids = await asyncio.to_thread(children_of, process.pid)
+        replace_file(file, "nonsense: 1")
+        os.kill(pids[-1], signal.SIGKILL)
+
+        async def has_been_started_again() -> bool:
+            return len(await asyncio.to_thread(children_of, process.pid)) == NUM_WORKERS
+
+        await until_true(has_been_started_again, "another is tried")
+        process.send(signal.SIGHUP)
+
+        async def is_gone_again() -> bool:
+            return len(await asyncio.to_thread(children_of, process.pid)) < NUM_WORKERS
+
+        await until_true(is_gone_again, "it cannot read the file")
+        assert {await ask_afresh(process.gateway.url) for _ in range(10)} == {200}
+        replace_file(file, good)
+
+        async def is_whole_again() -> bool:
+            text = (await process.gateway.get("/metrics")).body.decode()
+            now = await asyncio.to_thread(children_of, process.pid)
+            return len(now) == NUM_WORKERS and "replica_healthy" in text
+
+        await until_true(is_whole_again, "all serve again")
+        process.send(signal.SIGTERM)
+        assert await process.ended() == 0
+
+
 async def test_what_cannot_work_is_said_and_nothing_is_left(tmp_path: Path) -> None:
     """The workers' own reason, and its status; no restart without end."""
     file = tmp_path / "none.pem"
@@ -201,6 +271,8 @@ def test_metrics_of_workers_are_joined_by_what_they_mean() -> None:
         metrics._healthy.labels("r0").set(int(index != 1))
         metrics._age.set(index - 1)
         metrics._queued.labels("sample").set(2)
+        for mode in ("exact", "fallback"):
+            metrics._mode.labels(mode).set(int((mode == "exact") is (index != 0)))
     workers[2].ejections.labels("r7").inc()
     text = merged([generate_latest(metrics.registry) for metrics in workers])
     assert sample(text, "cartridge_router_requests_total", status="200") == [6]
@@ -210,7 +282,10 @@ def test_metrics_of_workers_are_joined_by_what_they_mean() -> None:
     assert sample(text, "cartridge_router_in_flight", replica="r0") == [3]
     assert sample(text, "cartridge_router_queued", model="sample") == [6]
     assert sample(text, "cartridge_router_replica_healthy", replica="r0") == [0]
-    assert sample(text, "cartridge_router_residency_age_seconds") == [1]
+    # One has never read the map; two have, and are not of one mind.
+    assert sample(text, "cartridge_router_residency_age_seconds") == [-1]
+    assert sample(text, "cartridge_router_residency_mode", mode="exact") == [0]
+    assert sample(text, "cartridge_router_residency_mode", mode="fallback") == [1]
     assert sample(text, "cartridge_router_ejections_total", replica="r7") == [1]
     one = generate_latest(workers[0].registry)
     assert sorted(merged([one]).splitlines()) == sorted(one.splitlines())

@@ -108,6 +108,8 @@ class NativeClient:
                 )
         except TimeoutError as error:
             raise ConnectFailed(f"no connection in {timeout_s:g} s") from error
+        except UnicodeError as error:
+            raise ConnectFailed(f"{address.host!r} is no name of a host") from error
         except OSError as error:
             kind = OutOfFiles if error.errno in _OUT_OF_FILES else ConnectFailed
             raise kind(f"{type(error).__name__}: {error}") from error
@@ -270,7 +272,8 @@ class _Connection(asyncio.BufferedProtocol):
         if is_theirs and exc is None and answer.is_until_close:
             answer.on_message_complete()
             return
-        is_reused = self._num_answers > 0 and not answer.num_head_bytes
+        has_begun = answer.has_begun or answer.num_head_bytes > 0
+        is_reused = self._num_answers > 0 and not has_begun
         answer.fail(BrokeOff(f"closed by the replica: {exc!r}", is_reused=is_reused))
 
     def _finish(self, answer: "NativeAnswer") -> None:

@@ -15,6 +15,7 @@ from multidict import CIMultiDict
 
 from cartridge_router.upstream import (
     BrokeOff,
+    ConnectFailed,
     InvalidAnswer,
     OutOfFiles,
     Question,
@@ -126,6 +127,11 @@ class TestNativeClient(UpstreamClientContract):
             with pytest.raises(BrokeOff) as caught:
                 await self.send(make_client(), server.url)
             assert not caught.value.is_reused
+
+    async def test_a_name_that_is_none_is_not_reached(self, make_client: MakeClient) -> None:
+        """As one that nobody knows."""
+        with pytest.raises(ConnectFailed):
+            await self.send(make_client(), "http://a..b:80")
 
     async def test_a_process_without_files_blames_nobody(self, make_client: MakeClient) -> None:
         """It is told apart from a replica that cannot be reached."""
