@@ -148,6 +148,7 @@ def _serve(args: argparse.Namespace) -> int:
     config = args.config or os.environ.get(f"{ENV_PREFIX}CONFIG")
     file = Path(config) if config else None
     load = functools.partial(load_settings, file, dict(os.environ), flags)
+    source = SettingsSource(file, load)
     settings = load()
     configure_logging(settings.logging)
     token = admin_token(settings.admin, os.environ)
@@ -155,7 +156,7 @@ def _serve(args: argparse.Namespace) -> int:
     if settings.workers > 1 and told is None:
         return run_workers(settings, args.arguments)
     worker = None if told is None else msgspec.json.decode(told, type=Worker)
-    serve(settings, residency_key(), token, SettingsSource(file, load), worker)
+    serve(settings, residency_key(), token, source, worker)
     return 0
 
 

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -39,17 +38,21 @@ NEEDS_RESTART: Final = frozenset(
 """What connections, listeners, tasks and the identity of KV are made of."""
 
 
-@dataclass(frozen=True)
 class SettingsSource:
-    """Where the settings came from, and come from again.
+    """Where the settings came from, and come from again. Make it before they are read; blocks.
 
-    `file`: `None` = there is none. `load` reads all sources and blocks. Setting `asked` has them
-    read at once.
+    Setting `asked` has them read at once.
+
+    Args:
+        file: `None` = there is none.
+        load: reads all sources; blocks.
     """
 
-    file: Path | None
-    load: Callable[[], Settings]
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, file: Path | None, load: Callable[[], Settings]) -> None:
+        # Before the first reading: what changes between that and the first look is not missed.
+        self.watch = FileWatch([file] if file else [])
+        self.load = load
+        self.asked = asyncio.Event()
 
 
 class LiveSettings:
@@ -72,7 +75,6 @@ class LiveSettings:
                 nothing.
             on_failed: called each time that they are not taken.
         """
-        watch = await asyncio.to_thread(FileWatch, [source.file] if source.file else [])
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -80,7 +82,7 @@ class LiveSettings:
             is_asked = source.asked.is_set()
             source.asked.clear()
             # Looked at in any case: what was asked for need not be taken twice.
-            if await asyncio.to_thread(watch.has_changed) or is_asked:
+            if await asyncio.to_thread(source.watch.has_changed) or is_asked:
                 await self._take(source, apply, on_failed)
 
     async def _take(

@@ -66,7 +66,9 @@ async def running(
     """A gateway with these settings in its file."""
     file = folder / "router.yaml"
     replace_file(file, yaml.safe_dump(fields))
-    source = SettingsSource(file, lambda: load_settings(file, {}, {"port": 0}))
+    source = await asyncio.to_thread(
+        SettingsSource, file, lambda: load_settings(file, {}, {"port": 0})
+    )
     settings = await asyncio.to_thread(source.load)
     async with running_gateway(settings, None, source=source) as url:
         yield Live(Gateway(session, url), file, source)
@@ -177,6 +179,28 @@ async def test_settings_that_do_not_go_with_the_keys_file_are_refused(
             return reply.headers.get("x-ratelimit-limit-requests") == "1000"
 
         await until_true(is_in_force, "the new limits are in force")
+
+
+async def test_a_change_before_the_first_look_is_not_missed(
+    session: aiohttp.ClientSession, start_stub: StartStub, tmp_path: Path
+) -> None:
+    """The file may be replaced while the gateway starts."""
+    stub = await start_stub(answer_ok)
+    file = tmp_path / "router.yaml"
+    good = {"replicas": [f"r0={stub.url}"], "fleet": {"probe_interval_s": 0.05}}
+    replace_file(file, yaml.safe_dump(good))
+    source = await asyncio.to_thread(
+        SettingsSource, file, lambda: load_settings(file, {}, {"port": 0})
+    )
+    settings = await asyncio.to_thread(source.load)
+    replace_file(file, yaml.safe_dump({**good, "max_body_bytes": 10}))
+    async with running_gateway(settings, None, source=source) as url:
+        live = Live(Gateway(session, url), file, source)
+
+        async def is_in_force() -> bool:
+            return (await live.gateway.post_bytes(CHAT, BODY)).status == 413
+
+        await until_true(is_in_force, "the newer file is in force")
 
 
 async def test_a_process_looks_at_its_file_and_obeys_sighup(
