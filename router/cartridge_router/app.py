@@ -67,7 +67,7 @@ BACKLOG = 1024
 TURNS_TO_HANDLER = 5
 """Of the event loop, in which bytes that have come become a request that is handled."""
 UPSTREAM_BUFFER_BYTES = 8192
-"""Of an answer, beyond which a replica waits for its client; one read of the socket may go over."""
+"""Of an answer, that are held for a client that does not read; its replica waits with the rest."""
 ENGINE_KEEPALIVE_S = 3.0
 """vLLM's server closes idle connections after 5 s; ours are given up before."""
 

@@ -418,6 +418,7 @@ class UpstreamClientContract:
             await body_of(await self.send(client, server.url))
             async with asyncio.timeout(TIMEOUT_S):
                 await server.has_closed.wait()
+            assert (server.num_connections, server.num_open) == (1, 0)
 
     async def test_closing_the_client_closes_all(self, make_client: MakeClient) -> None:
         """Idle or not; what is read then breaks off."""

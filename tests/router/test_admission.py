@@ -31,8 +31,6 @@ from tests.router.gateway_client import CHAT, Gateway, Reply, StartGateway, quic
 from tests.router.keys_files import write_keys
 from tests.router.stub_engine import Handler, StartStub, StubEngine
 
-ONE = ReplicaId("r0")
-
 
 # --- the queue alone -----------------------------------------------------------------------------
 class Desk:

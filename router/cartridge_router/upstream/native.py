@@ -34,8 +34,6 @@ MAX_HEAD_BYTES: Final = 65_536
 """Of an answer, interim ones included."""
 TURNS_TO_CLOSE: Final = 3
 """Of the event loop, until a transport that was aborted has told its protocol."""
-_READ_BYTES: Final = 8192
-"""Taken from a socket at a time: what one connection may hold beyond the limit."""
 _ONE_WRITE_BYTES: Final = 65_536
 """Up to which head and body are joined: a copy is cheaper than a second system call."""
 _OUT_OF_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
@@ -61,14 +59,13 @@ class NativeClient:
 
     Args:
         idle_s: how long one may lie idle; a little less than servers let it.
-        read_buffer_bytes: of an answer, beyond which a replica waits for whoever reads it; one
-            read of the socket may go over.
+        read_buffer_bytes: taken from a socket at a time, and so the most of an answer that is
+            held for whoever reads it; its replica waits with the rest.
     """
 
     def __init__(self, *, idle_s: float, read_buffer_bytes: int) -> None:
         self.idle_s = idle_s
-        self.read_buffer_bytes = read_buffer_bytes
-        self.read_buffer = memoryview(bytearray(_READ_BYTES))
+        self.read_buffer = memoryview(bytearray(read_buffer_bytes))
         self._idle: dict[object, deque[_Connection]] = {}
         self._open: set[_Connection] = set()
         self._sweep: asyncio.TimerHandle | None = None
@@ -165,7 +162,6 @@ class _Connection(asyncio.BufferedProtocol):
         self._host = host if is_usual else f"{host}:{address.port}"
         self._transport: asyncio.Transport | None = None
         self._answer: NativeAnswer | None = None
-        self._parser: httptools.HttpResponseParser | None = None
         self._num_answers = 0
         self._is_paused = False
         self.is_ended = False
@@ -184,7 +180,6 @@ class _Connection(asyncio.BufferedProtocol):
             # Closed in the turns between the connection and this one; nobody is told again.
             raise BrokeOff("closed by the replica at once", is_reused=False)
         answer = self._answer = NativeAnswer(self, is_head=question.method == "HEAD")
-        self._parser = answer.parser
         if len(question.body) <= _ONE_WRITE_BYTES:
             self._transport.write(head + question.body)
         else:
@@ -242,13 +237,13 @@ class _Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes of the answer."""
         data = self._client.read_buffer[:nbytes]
-        answer, parser = self._answer, self._parser
-        if answer is None or parser is None:
+        answer = self._answer
+        if answer is None:
             # Nobody asked: whatever this is, it must not become the next answer.
             self.end()
             return
         try:
-            parser.feed_data(data)
+            answer.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             answer.fail(InvalidAnswer(f"no HTTP answer: {type(error).__name__}"))
             self.end()
@@ -279,7 +274,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _finish(self, answer: "NativeAnswer") -> None:
         """All of the answer has come, though it may not be read yet."""
         assert self._transport is not None  # noqa: S101 - it has just received
-        self._answer = self._parser = None
+        self._answer = None
         self._num_answers += 1
         has_sent_all = self._transport.get_write_buffer_size() == 0
         if not answer.can_stay or answer.has_no_body or not has_sent_all or self.is_ended:
