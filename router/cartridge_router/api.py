@@ -9,9 +9,9 @@ import contextlib
 import functools
 import http
 import logging
+import os
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,8 +19,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from opentelemetry.propagate import extract
-from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.trace import Span, Tracer
 
 from cartridge_policies.types import Candidate
 from cartridge_proto import names
@@ -54,7 +53,7 @@ from cartridge_router.selection import Selection, Selector
 from cartridge_router.settings import Settings
 from cartridge_router.siblings import Siblings
 from cartridge_router.steering import Steering, read_steering
-from cartridge_router.telemetry import Metrics, current_traceparent, merged
+from cartridge_router.telemetry import Metrics, current_traceparent, merged, span_of
 from cartridge_router.tenants import Tenant, Tenants
 
 _OUTSIDE_V1 = ("/tokenize", "/detokenize", "/pooling", "/classify")
@@ -97,7 +96,8 @@ class Services:
     receipts: ReceiptBook
     decisions: DecisionLog
     metrics: Metrics
-    tracer: Tracer
+    tracer: Tracer | None
+    """`None` where nothing collects spans."""
     drain: Drain
     render_metrics: Callable[[], bytes]
     """Prometheus text of this process."""
@@ -167,16 +167,14 @@ class Api:
 
     async def _serve(self, request: web.Request, route: Route) -> web.StreamResponse:
         started_s = time.monotonic()
-        request_id = uuid.uuid4().hex
+        request_id = os.urandom(16).hex()
         REQUEST_ID.set(request_id)
         exchange = Exchange(_identified(request, request_id))
         logged = LoggedRequest(request_id, route.value, started_s)
         selection, status = None, _CLIENT_CLOSED_REQUEST
         with (
             contextlib.ExitStack() as held,
-            self._services.tracer.start_as_current_span(
-                DIALECTS[route].operation, context=extract(request.headers), kind=SpanKind.SERVER
-            ) as span,
+            span_of(self._services.tracer, DIALECTS[route].operation, request.headers) as span,
         ):
             try:
                 check_path(request.path)
@@ -215,9 +213,8 @@ class Api:
                 status = RouterError.status
                 raise
             finally:
-                span.set_attributes({names.ATTR_STATUS: status, names.ATTR_REQUEST_ID: request_id})
-                if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
-                    span.set_attribute(names.ATTR_ERROR, str(status))
+                if span.is_recording():
+                    _describe_end(span, status, request_id)
                 self._count(route, selection, status, exchange, logged)
         return response
 
@@ -225,13 +222,16 @@ class Api:
         limit, clients = self._services.settings.max_body_bytes, self._services.settings.clients
         if request.content_length is not None and request.content_length > limit:
             raise RequestTooLarge(f"a body of {request.content_length} bytes; the limit is {limit}")
-        pieces: list[bytes] = []
-        size = 0
+        content, pieces, size = request.content, list[bytes](), 0
         begin_s = asyncio.get_running_loop().time() + clients.body_grace_s
         try:
             while True:
-                async with asyncio.timeout_at(begin_s + size / clients.body_bytes_per_s):
-                    piece = await request.content.readany()
+                if content.is_eof():
+                    # All of it has come: there is nothing to wait for.
+                    piece = content.read_nowait()
+                else:
+                    async with asyncio.timeout_at(begin_s + size / clients.body_bytes_per_s):
+                        piece = await content.readany()
                 if not piece:
                     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
                 size += len(piece)
@@ -254,12 +254,13 @@ class Api:
     def _outgoing(
         self, request: web.Request, asked: "_Asked", selection: Selection, placement: Placement
     ) -> Outgoing:
-        parsed = asked.parsed
-        message = selection.message(
-            request_id=asked.request_id,
-            deadline_ms=asked.at_most_ms(self._services.settings.cartridges.load_deadline_ms),
-            traceparent=current_traceparent(),
-        )
+        parsed, message = asked.parsed, None
+        if selection.composition is not None:
+            message = selection.message(
+                request_id=asked.request_id,
+                deadline_ms=asked.at_most_ms(self._services.settings.cartridges.load_deadline_ms),
+                traceparent=current_traceparent(),
+            )
         return Outgoing(
             request_id=asked.request_id,
             path=request.path_qs,
@@ -282,12 +283,12 @@ class Api:
         logged: LoggedRequest,
     ) -> None:
         metrics, started_s = self._services.metrics, logged.started_s
-        how = selection.how.value if selection is not None else "unknown"
+        how = selection.how if selection is not None else "unknown"
         elapsed_s = time.monotonic() - started_s
         logged.end(status, exchange, started_s + elapsed_s)
-        metrics.requests.labels(route.value, str(status), how).inc()
-        metrics.request_seconds.labels(route.value).observe(elapsed_s)
-        metrics.retries.inc(exchange.num_retries)
+        metrics.note_request(route, status, how, elapsed_s)
+        if exchange.num_retries:
+            metrics.retries.inc(exchange.num_retries)
         if self._services.settings.logging.has_requests:
             told = {
                 "route": route.value,
@@ -298,7 +299,7 @@ class Api:
             logger.info("%s", " ".join(f"{k}={v}" for k, v in told.items()), extra=told)
         if exchange.first_byte_s is not None:
             tier = exchange.headers.get(names.HEADER_TIER, "none")
-            metrics.first_byte_seconds.labels(tier).observe(exchange.first_byte_s - started_s)
+            metrics.note_first_byte(tier, exchange.first_byte_s - started_s)
 
     # --- what is known ---------------------------------------------------------------------------
     def _for_tenants(
@@ -517,6 +518,12 @@ def _describe(
             names.ATTR_DECISION: placement.reason,
         }
     )
+
+
+def _describe_end(span: Span, status: int, request_id: str) -> None:
+    span.set_attributes({names.ATTR_STATUS: status, names.ATTR_REQUEST_ID: request_id})
+    if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
+        span.set_attribute(names.ATTR_ERROR, str(status))
 
 
 def _told(

@@ -94,7 +94,9 @@ async def running_services(
     ):
         endpoint = settings.telemetry.otlp_endpoint
         traces = await asyncio.to_thread(otlp_provider, endpoint) if endpoint else None
-        tracer = (traces or trace.get_tracer_provider()).get_tracer(SERVICE)
+        provider = traces or trace.get_tracer_provider()
+        is_collected = not isinstance(provider, trace.ProxyTracerProvider)
+        tracer = provider.get_tracer(SERVICE) if is_collected else None
         async with contextlib.AsyncExitStack() as stack:
             if traces is not None:
                 stack.push_async_callback(asyncio.to_thread, traces.shutdown)
@@ -127,7 +129,7 @@ def _construct(
     session: aiohttp.ClientSession,
     client: UpstreamClient,
     login: EngineLogin,
-    tracer: trace.Tracer,
+    tracer: trace.Tracer | None,
     drain: Drain,
     worker: Worker | None,
 ) -> tuple[Services, list[Job]]:

@@ -6,20 +6,20 @@ duplicate names, invalid UTF-8, anything that is not one JSON object.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
-_SPACE = re.compile(rb"[ \t\n\r]*")
-_NAME = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_BEGIN = re.compile(rb"[ \t\n\r]*\{")
+_NAME = re.compile(rb'[ \t\n\r]*("(?:[^"\\]|\\.)*")[ \t\n\r]*:[ \t\n\r]*')
+_DELIMITER = re.compile(rb"[ \t\n\r]*([,}])")
 
 
 class InvalidBody(ValueError):
     """Bytes that are no single, unambiguous JSON object; the text says where."""
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One top-level member: bytes [begin, end) from its name to the end of its value."""
 
     begin: int
@@ -51,35 +51,25 @@ class JsonBody:
 
     def _locate(self, values: Mapping[str, bytes]) -> None:
         """Walk the members; the decoder gives each value's length, so only names are scanned."""
-        data = self.data
-        position = self._skip(self._skip(0) + 1)
-        while data[position : position + 1] != b"}":
-            begin = position
-            match = _NAME.match(data, position)
-            if match is None:
-                raise InvalidBody(f"a member name is expected at byte {position}")
-            name = msgspec.json.decode(match.group(), type=str)
-            position = self._skip(self._skip(match.end()) + 1)
-            value = values.get(name, b"")
-            end = position + len(value)
-            delimiter = self._skip(end)
+        data, members = self.data, self.members
+        begin = _BEGIN.match(data)
+        assert begin is not None  # noqa: S101 - the decoder has found an object
+        position = begin.end()
+        while named := _NAME.match(data, position):
+            literal = named[1]
+            name = (
+                msgspec.json.decode(literal, type=str)
+                if b"\\" in literal
+                else literal[1:-1].decode()
+            )
+            value, value_begin = values.get(name, b""), named.end()
+            end = value_begin + len(value)
+            delimiter = _DELIMITER.match(data, end)
             # Of two members with one name the decoder keeps the last: the first will not match.
-            if (
-                name in self.members
-                or not value
-                or data[position:end] != value
-                or data[delimiter : delimiter + 1] not in (b",", b"}")
-            ):
+            if name in members or not value or delimiter is None or data[value_begin:end] != value:
                 raise InvalidBody(f"the member {name[:80]!r} is given twice")
-            self.members[name] = Member(begin, end, value)
-            position = delimiter
-            if data[position : position + 1] == b",":
-                position = self._skip(position + 1)
-
-    def _skip(self, position: int) -> int:
-        match = _SPACE.match(self.data, position)
-        assert match is not None  # noqa: S101 - the pattern matches the empty string
-        return match.end()
+            members[name] = Member(named.start(1), end, value)
+            position = delimiter.end()
 
     def edited(
         self, *, remove: Iterable[str] = (), add: Mapping[str, bytes] | None = None

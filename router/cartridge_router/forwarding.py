@@ -74,13 +74,15 @@ _HOP_BY_HOP: Final = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
     | {"te", "trailer", "transfer-encoding", "upgrade"}
 )
-_OWN_REQUEST: Final = frozenset(
+_USUAL_CONNECTION: Final = frozenset({"keep-alive", "close"})
+"""What names no header."""
+_OWN_REQUEST: Final = _HOP_BY_HOP | frozenset(
     # A compressed body was unpacked to be read, and goes on unpacked.
     {"host", "content-length", "content-encoding", "expect", HEADER_REQUEST_ID}
     | {HEADER_AUTHORIZATION, HEADER_X_API_KEY, HEADER_API_KEY}
     | {HEADER_ENGINE_PRIORITY, HEADER_ENGINE_RANK}
 )
-_OWN_RESPONSE: Final = frozenset({"server", "date", HEADER_REQUEST_ID})
+_OWN_RESPONSE: Final = _HOP_BY_HOP | frozenset({"server", "date", HEADER_REQUEST_ID})
 
 _ERROR_OF_REASON: Final[dict[FailureReason, type[RouterError]]] = {
     FailureReason.INCOMPATIBLE: IncompatibleCartridge,
@@ -523,14 +525,16 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 def _end_to_end(received: Mapping[str, str], own: frozenset[str]) -> CIMultiDict[str]:
     """Headers without hop-by-hop ones, those named in `Connection`, and the gateway's own."""
-    named = {part.strip().lower() for part in received.get("connection", "").split(",")}
-    dropped = _HOP_BY_HOP | own | named
-    headers: CIMultiDict[str] = CIMultiDict()
-    for name, value in received.items():
-        lower = name.lower()
-        if lower not in dropped and not lower.startswith(HEADER_PREFIX):
-            headers.add(name, value)
-    return headers
+    connection = received.get("connection")
+    if connection is not None and connection.lower() not in _USUAL_CONNECTION:
+        own = own | {part.strip().lower() for part in connection.split(",")}
+    return CIMultiDict(
+        [
+            (name, value)
+            for name, value in received.items()
+            if (lower := name.lower()) not in own and not lower.startswith(HEADER_PREFIX)
+        ]
+    )
 
 
 def _request_headers(received: Mapping[str, str], request_id: str) -> CIMultiDict[str]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -84,6 +85,10 @@ class _Fields(msgspec.Struct):
     n: float | None = None
 
 
+_FIELDS_DECODER: Final = msgspec.json.Decoder(_Fields)
+_FIELD_LITERALS: Final = {name: b'"%s":' % name.encode() for name in _Fields.__struct_fields__}
+
+
 @dataclass(frozen=True)
 class ParsedRequest:
     """One request. `cartridge_ids` is `None` when the client said nothing, `()` for "none"."""
@@ -137,14 +142,13 @@ def parse_request(
         raise InvalidRequest(f"the body is {error}") from error
     if not is_trusted:
         _refuse_own_reading(body)
-    present = {
-        name: body.members[name].value for name in _Fields.__struct_fields__ & body.members.keys()
-    }
+    present = [
+        literal + body.members[name].value
+        for name, literal in _FIELD_LITERALS.items()
+        if name in body.members
+    ]
     try:
-        fields = msgspec.json.decode(
-            b"{" + b",".join(msgspec.json.encode(n) + b":" + v for n, v in present.items()) + b"}",
-            type=_Fields,
-        )
+        fields = _FIELDS_DECODER.decode(b"{" + b",".join(present) + b"}")
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error)) from error
     cartridge_ids = _cartridge_ids(fields.cartridge_ids, headers.get(HEADER_CARTRIDGE_IDS))

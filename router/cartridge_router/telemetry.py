@@ -3,16 +3,19 @@
 Owns the instruments. Refuses client-derived label values: labels come from settings and enums.
 """
 
+import contextlib
 import operator
 import uuid
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.propagate import inject
+from opentelemetry.propagate import extract, inject
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, SpanKind, Tracer, get_current_span
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,6 +31,7 @@ SERVICE = "cartridge_router"
 OTHER = "other"
 """Label of what only clients have named."""
 
+_NO_TRACER: Final = NoOpTracer()
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 
@@ -41,8 +45,24 @@ def otlp_provider(endpoint: str) -> TracerProvider:
     return provider
 
 
+def span_of(
+    tracer: Tracer | None, operation: str, headers: Mapping[str, str]
+) -> contextlib.AbstractContextManager[Span]:
+    """The span of a request, current in the block; below that of the client if it sent one.
+
+    Without a tracer and without a trace of the client's nothing is to be done.
+    """
+    if tracer is None and "traceparent" not in headers:
+        return contextlib.nullcontext(INVALID_SPAN)
+    return (tracer or _NO_TRACER).start_as_current_span(
+        operation, context=extract(headers), kind=SpanKind.SERVER
+    )
+
+
 def current_traceparent() -> str | None:
     """The trace that this request belongs to, as W3C Trace Context; `None` without one."""
+    if not get_current_span().get_span_context().is_valid:
+        return None
     carrier: dict[str, str] = {}
     inject(carrier)
     return carrier.get("traceparent")
@@ -115,6 +135,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._known_requests: dict[tuple[str, int, str], Counter] = {}
+        self._known: dict[tuple[Histogram, str], Histogram] = {}
         registry = self.registry
         self.requests = Counter(
             names.METRIC_REQUESTS,
@@ -225,6 +247,28 @@ class Metrics:
         self._age = Gauge(
             names.METRIC_MAP_AGE, "Age of the residency map; -1 = never read.", registry=registry
         )
+
+    def note_request(self, route: str, status: int, selection: str, elapsed_s: float) -> None:
+        """A request is over."""
+        key = (route, status, selection)
+        counter = self._known_requests.get(key)
+        if counter is None:
+            counter = self.requests.labels(route, str(status), selection)
+            self._known_requests[key] = counter
+        counter.inc()
+        self._of(self.request_seconds, route).observe(elapsed_s)
+
+    def note_first_byte(self, tier: str, elapsed_s: float) -> None:
+        """The first byte came from a replica, where the Cartridges were expected in a tier."""
+        self._of(self.first_byte_seconds, tier).observe(elapsed_s)
+
+    def _of(self, histogram: Histogram, label: str) -> Histogram:
+        """The child of a histogram; looking it up by name costs as much as to observe."""
+        key = (histogram, label)
+        child = self._known.get(key)
+        if child is None:
+            child = self._known[key] = histogram.labels(label)
+        return child
 
     def forget(self, replica: ReplicaId) -> None:
         """Drop the rows of a replica that is gone."""

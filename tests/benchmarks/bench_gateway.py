@@ -37,6 +37,7 @@ from tests.router.keys_files import ACME_KEY
 
 OURS, PLAIN, BARE = "gateway/cartridges", "gateway/plain", "gateway/bare"
 OWN = (OURS, PLAIN, BARE)
+LEAST = "least-proxy"
 CACHE_AWARE, ROUND_ROBIN = f"{VLLM_ROUTER}/cache_aware", f"{VLLM_ROUTER}/round_robin"
 LITELLM, DIRECT = "litellm", "direct"
 PYTHON_PEERS = (LITELLM,)
@@ -58,6 +59,7 @@ COLUMNS: Final = (
     Column(OURS, "gateway", has_cartridges=True, key=ACME_KEY),
     Column(PLAIN, "gateway", key=ACME_KEY),
     Column(BARE, BARE),
+    Column(LEAST, LEAST),
     Column(CACHE_AWARE, CACHE_AWARE),
     Column(ROUND_ROBIN, ROUND_ROBIN),
     Column("sglang-router", "sglang-router"),
@@ -269,6 +271,7 @@ class Bench:
         return {
             "gateway": contenders.gateway(folder, engines, redis_url),
             BARE: contenders.bare_gateway(folder, engines),
+            LEAST: contenders.least_proxy(folder, engines),
             CACHE_AWARE: peer(VLLM_ROUTER, "cache_aware"),
             ROUND_ROBIN: peer(VLLM_ROUTER, "round_robin"),
             "sglang-router": peer("sglang-router", "cache_aware"),

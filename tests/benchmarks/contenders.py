@@ -261,6 +261,15 @@ def bare_gateway(folder: Path, engines: Engines) -> Iterator[Contender]:
         yield contender
 
 
+@contextlib.contextmanager
+def least_proxy(folder: Path, engines: Engines) -> Iterator[Contender]:
+    """An aiohttp server and the gateway's client, with nothing between them."""
+    port = free_port()
+    command = [sys.executable, "-m", "tests.benchmarks.least_proxy", str(port), *engines.urls]
+    with started("least-proxy", command, port, folder) as contender:
+        yield contender
+
+
 def _serve(file: Path, settings: dict[str, Any]) -> list[str]:
     file.write_text(yaml.safe_dump(settings))
     return [sys.executable, "-m", "cartridge_router", "serve", "--config", str(file)]
