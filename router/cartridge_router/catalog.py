@@ -44,6 +44,11 @@ class Catalog:
         self.refresh_s = refresh_s
         self._snapshot = _Snapshot()
 
+    @property
+    def edition(self) -> object:
+        """Equal for two moments between which nothing was read: what was found then holds now."""
+        return self._snapshot
+
     def find(self, alias_or_digest: str, tenant: str) -> Cartridge | None:
         """The Cartridge that a tenant may use under this name; `None` if there is none for it."""
         snapshot = self._snapshot

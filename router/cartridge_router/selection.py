@@ -4,9 +4,11 @@ Owns the resolution of names to manifests and the rules for joining them. Refuse
 or load.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Final
 
 from cartridge_proto.composition import (
     CompositionItem,
@@ -23,6 +25,9 @@ from cartridge_router.catalog import Cartridge, Catalog
 from cartridge_router.dialects import DIALECTS
 from cartridge_router.errors import IncompatibleCartridge, InvalidRequest, UnknownCartridge
 from cartridge_router.request import ParsedRequest, Route
+
+MAX_FOUND: Final = 4096
+"""Sets that are kept until the catalog is read again."""
 
 
 class SelectedBy(StrEnum):
@@ -102,6 +107,8 @@ class Selector:
     def __init__(self, catalog: Catalog, *, allow_uncertified_composition: bool) -> None:
         self._catalog = catalog
         self.allow_uncertified_composition = allow_uncertified_composition
+        self._found: dict[Hashable, Selection] = {}
+        self._edition = catalog.edition
 
     def select(self, request: ParsedRequest, tenant: str) -> Selection:
         """The Cartridges of a request, in the order given.
@@ -119,13 +126,25 @@ class Selector:
             raise InvalidRequest(
                 f"{FIELD_CARTRIDGE_IDS} works on {routes}", param=FIELD_CARTRIDGE_IDS
             )
-        found = tuple(self._find(name, tenant) for name in request.cartridge_ids)
+        if self._edition is not self._catalog.edition or len(self._found) > MAX_FOUND:
+            self._found, self._edition = {}, self._catalog.edition
+        key = (tenant, request.cartridge_ids, convention, self.allow_uncertified_composition)
+        selection = self._found.get(key)
+        if selection is None:
+            selection = self._join(request.cartridge_ids, convention, request.route, tenant)
+            self._found[key] = selection
+        return selection
+
+    def _join(
+        self, cartridge_ids: Sequence[str], convention: ConventionKind, route: Route, tenant: str
+    ) -> Selection:
+        found = tuple(self._find(name, tenant) for name in cartridge_ids)
         digests = [cartridge.digest for cartridge in found]
         if len(set(digests)) != len(digests):
             raise InvalidRequest(
                 f"{FIELD_CARTRIDGE_IDS}: the same Cartridge twice", param=FIELD_CARTRIDGE_IDS
             )
-        _check_convention(found, convention, request.route)
+        _check_convention(found, convention, route)
         _check_same_model(found)
         is_certified = self._check_joinable(found)
         return Selection(
