@@ -1,62 +1,120 @@
-"""Predicted seconds to the first token on one replica, as named terms that add up.
+"""Predicted seconds to the first token on each replica, as named terms that add up.
 
-Owns the cost model and its priors. Refuses to compare replicas or to return anything but seconds.
+Owns the cost model, over all replicas at once. Refuses to choose, and to return anything but
+seconds.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Final
 
-from cartridge_policies.types import CostTerm, Demand, ReplicaView
-from cartridge_proto.digest import Digest
-from cartridge_proto.residency import Tier
+import numpy as np
 
+from cartridge_policies.loads import Floats, Rows
+from cartridge_policies.rates import CHUNK_BYTES
+from cartridge_policies.types import (
+    Candidate,
+    ClusterView,
+    CostTerm,
+    Demand,
+    MapMode,
+)
+from cartridge_proto.residency import TIERS_FASTEST_FIRST, Tier
 
-@dataclass(frozen=True)
-class TierRate:
-    """How fast a tier gives bytes: seconds to the first, then bytes per second."""
-
-    latency_s: float
-    bytes_per_s: float
-
-
-def _default_rates() -> dict[Tier, TierRate]:
-    return {
-        Tier.HBM: TierRate(0.0, float("inf")),
-        Tier.DRAM: TierRate(0.0005, 5e9),
-        Tier.NVME: TierRate(0.002, 1.5e9),
-        Tier.REMOTE: TierRate(0.02, 5e8),
-    }
+TERMS: Final = ("queue", "load", "prefill", "interference", "copy")
+_HBM: Final = TIERS_FASTEST_FIRST.index(Tier.HBM)
+_PLACE_OF: Final = {tier: place for place, tier in enumerate(TIERS_FASTEST_FIRST)}
+_REMOTE: Final = TIERS_FASTEST_FIRST.index(Tier.REMOTE)
 
 
 @dataclass(frozen=True)
-class CostPriors:
-    """Fixed rates until they are estimated online.
+class CostTable:
+    """Costs of one demand on some rows: `terms` [terms, rows], `tiers` [artifacts, rows]."""
 
-    `queue_s_per_request`: seconds that one request in flight delays the next.
-    `prefill_s_per_token`: seconds per live token.
+    terms: Floats
+    tiers: Rows
+    """Places in `TIERS_FASTEST_FIRST`."""
+    total_s: Floats
+
+    def candidate(self, place: int, view: ClusterView, rows: Rows) -> Candidate:
+        """One row in words."""
+        return Candidate(
+            replica=view.loads.name(int(rows[place])),
+            terms=tuple(map(CostTerm, TERMS, self.terms[:, place].tolist())),
+            tiers=tuple(TIERS_FASTEST_FIRST[tier] for tier in self.tiers[:, place].tolist()),
+        )
+
+
+def costs(demand: Demand, view: ClusterView, rows: Rows) -> CostTable:
+    """What the first token of a request costs on each of some rows.
+
+    queue: predicted work of those whose first token has not come, and waiting for a slot of the
+    engine. load: the slowest path of what is missing, each tier's link shared by what is on it.
+    prefill: live tokens behind the virtual ones. interference: steps that running requests decode
+    in. copy: what a new copy drives out.
     """
+    numbers = view.loads.columns(rows)
+    in_flight, pending, pending_s, _, context_tokens = numbers[:5]
+    base_s, s_per_token, s_per_token2, s_per_request, s_per_context = numbers[5:10]
+    step_tokens, num_slots, slot_s, copy_s_per_byte = numbers[10:]
+    live, virtual = demand.num_live_tokens, demand.num_virtual_tokens
+    terms = np.zeros((len(TERMS), len(rows)))
+    terms[0] = pending_s + np.maximum(0.0, in_flight + 1 - num_slots) / num_slots * slot_s
+    terms[2] = base_s + s_per_token * live + s_per_token2 * ((virtual + live) ** 2 - virtual**2)
+    num_steps = np.maximum(1.0, np.ceil(live / step_tokens))
+    terms[3] = num_steps * ((in_flight - pending) * s_per_request + context_tokens * s_per_context)
+    tiers = np.full((len(demand.artifacts), len(rows)), _REMOTE, dtype=np.intp)
+    if demand.artifacts:
+        _place(demand, view, rows, tiers)
+        terms[1] = _load_s(demand, view, rows, tiers)
+        if copy_s_per_byte.any():
+            sizes = np.array([artifact.size_bytes for artifact in demand.artifacts])
+            terms[4] = sizes @ (tiers == _REMOTE) * copy_s_per_byte
+    return CostTable(terms, tiers, terms.sum(axis=0))
 
-    queue_s_per_request: float = 0.05
-    prefill_base_s: float = 0.01
-    prefill_s_per_token: float = 0.0005
-    tiers: Mapping[Tier, TierRate] = field(default_factory=_default_rates)
+
+def _place(demand: Demand, view: ClusterView, rows: Rows, tiers: Rows) -> None:
+    """Fill in the tier of each artifact on each row; what no tier of its own holds is remote."""
+    if view.mode is MapMode.FALLBACK:
+        return
+    whole = view.residency.ready_on(demand.composition) if demand.composition else {}
+    held_by = [view.residency.ready_on(artifact.digest) for artifact in demand.artifacts]
+    if not whole and not any(held_by):
+        return
+    places = view.loads.places(rows)
+    for held, holders in zip(tiers, held_by, strict=True):
+        for replica, tier in holders.items():
+            row = view.loads.find(replica)
+            if row is not None and (place := places[row.index]) >= 0:
+                held[place] = _PLACE_OF[tier]
+    for replica in whole:
+        row = view.loads.find(replica)
+        if row is not None and (place := places[row.index]) >= 0:
+            tiers[:, place] = _HBM
 
 
-def tier_of(replica: ReplicaView, digest: Digest) -> Tier:
-    """Where an artifact is for a replica; what no tier of its own holds comes from the store."""
-    return replica.tiers.get(digest, Tier.REMOTE)
+def _load_s(demand: Demand, view: ClusterView, rows: Rows, tiers: Rows) -> Floats:
+    """Seconds until all artifacts are read on each row, one after another."""
+    sizes = np.array([[artifact.size_bytes] for artifact in demand.artifacts], dtype=np.float64)
+    num_chunks = np.ceil(sizes / CHUNK_BYTES)
+    rates = view.loads.tier_columns(rows)[:, :, None]
+    # [tiers, artifacts, rows]
+    by_tier = rates[:, 0] + (sizes + rates[:, 3]) * rates[:, 1] + num_chunks * rates[:, 2]
+    # A faster tier never costs more than a slower one: it could be read from there as well.
+    for place in range(_REMOTE, 0, -1):
+        np.minimum(by_tier[place - 1], by_tier[place], out=by_tier[place - 1])
+    load_s: Floats = by_tier[tiers, np.arange(len(sizes))[:, None], np.arange(len(rows))[None]]
+    _join_loads(demand, view, rows, load_s)
+    total_s: Floats = load_s.sum(axis=0)
+    return total_s
 
 
-def cost_terms(demand: Demand, replica: ReplicaView, priors: CostPriors) -> tuple[CostTerm, ...]:
-    """Queue wait, load of what is missing, and prefill of the live tokens."""
-    load_s = 0.0
-    for artifact in demand.artifacts:
-        rate = priors.tiers[tier_of(replica, artifact.digest)]
-        load_s += rate.latency_s + artifact.size_bytes / rate.bytes_per_s
-    return (
-        CostTerm("queue", replica.num_in_flight * priors.queue_s_per_request),
-        CostTerm("load", load_s),
-        CostTerm(
-            "prefill", priors.prefill_base_s + demand.num_live_tokens * priors.prefill_s_per_token
-        ),
-    )
+def _join_loads(demand: Demand, view: ClusterView, rows: Rows, load_s: Floats) -> None:
+    """Where another request brings an artifact already, one load serves both."""
+    for artifact, seconds in zip(demand.artifacts, load_s, strict=True):
+        loading = view.loads.loading(artifact.digest)
+        if not loading:
+            continue
+        places = view.loads.places(rows)
+        for row, ready_s in loading.items():
+            if row.index >= 0 and (place := places[row.index]) >= 0:
+                seconds[place] = min(seconds[place], max(0.0, ready_s - view.now_s))

@@ -1,55 +1,105 @@
-"""From eligible replicas to an ordered decision: lowest cost first, fair among equals.
+"""From able replicas to an ordered decision: lowest cost first, fair among equals.
 
-Owns the steps and the tie rule that all policies share. Refuses randomness: fairness comes from the
-view's tick.
+Owns the steps and the tie rule that all policies share, and why none can be chosen. Refuses
+randomness: fairness comes from the view's tick.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, overload
 
-from cartridge_policies.cost import CostPriors, cost_terms, tier_of
-from cartridge_policies.eligibility import eligible
+import numpy as np
+
+from cartridge_policies.cost import CostTable, costs
+from cartridge_policies.loads import Floats, Rows
 from cartridge_policies.types import (
     Candidate,
     ClusterView,
     Decision,
     Demand,
     Refusal,
-    ReplicaView,
+    RefusalKind,
 )
 
-RELATIVE_TIE = 1e-9
+RELATIVE_TIE: Final = 1e-9
 
-Key = Callable[[Candidate, ReplicaView], float]
-"""What a policy sorts by; lower is better."""
+Key = Callable[[CostTable, Rows], Floats]
+"""What a policy sorts by, one number for each row; lower is better."""
+
+
+class Ranking(Sequence[Candidate]):
+    """Candidates, best first; each is put into words when it is looked at."""
+
+    def __init__(self, table: CostTable, view: ClusterView, rows: Rows, order: Rows) -> None:
+        self._table, self._view, self._rows = table, view, rows
+        self._order = order.tolist()
+        self._edition = view.loads.edition
+        self._told: dict[int, Candidate] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
+        if isinstance(index, slice):
+            return tuple(self._tell(place) for place in self._order[index])
+        return self._tell(self._order[index])
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self._tell, self._order)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def _tell(self, place: int) -> Candidate:
+        told = self._told.get(place)
+        if told is None:
+            told = self._told[place] = self._table.candidate(place, self._view, self._rows)
+        return told
+
+
+def able_rows(view: ClusterView) -> Rows | Refusal:
+    """Rows below their limit; or what stood in the way of each replica."""
+    refusals = view.refusals or {}
+    if not len(view.rows):
+        return Refusal(RefusalKind.NO_ELIGIBLE, dict(refusals))
+    if view.max_in_flight is None:
+        return view.rows
+    in_flight = view.loads.column("in_flight", view.rows)
+    free = in_flight < view.max_in_flight
+    if free.all():
+        return view.rows
+    if not free.any():
+        full = {
+            view.loads.name(row): f"{int(count)} requests in flight"
+            for row, count in zip(view.rows.tolist(), in_flight, strict=True)
+        }
+        return Refusal(RefusalKind.SATURATED, {**refusals, **full})
+    return view.rows[free]
 
 
 def decide_by(
-    key: Key,
-    demand: Demand,
-    view: ClusterView,
-    *,
-    priors: CostPriors,
-    reason: Callable[[Candidate], str],
+    key: Key, demand: Demand, view: ClusterView, *, reason: Callable[[Candidate], str]
 ) -> Decision | Refusal:
-    """Rank the eligible replicas by a key; `reason` says why the best one is.
+    """Rank the able replicas by a key; `reason` says why the best one is.
 
-    Those tied for the best take turns by tick. Independent of the order of the view's replicas.
+    Those tied for the best take turns by tick. Independent of the order of the table's rows.
     """
-    replicas = eligible(view)
-    if isinstance(replicas, Refusal):
-        return replicas
-    keyed = []
-    for replica in replicas:
-        candidate = Candidate(
-            replica=replica.replica,
-            terms=cost_terms(demand, replica, priors),
-            tiers=tuple(tier_of(replica, artifact.digest) for artifact in demand.artifacts),
-        )
-        keyed.append((key(candidate, replica), replica.replica, candidate))
-    keyed.sort(key=lambda entry: entry[:2])
-    best = keyed[0][0]
-    num_tied = sum(value - best <= abs(best) * RELATIVE_TIE for value, _, _ in keyed)
-    turn = view.tick % num_tied
-    ordered = [candidate for _, _, candidate in keyed]
-    ranking = (*ordered[turn:num_tied], *ordered[:turn], *ordered[num_tied:])
+    rows = able_rows(view)
+    if isinstance(rows, Refusal):
+        return rows
+    table = costs(demand, view, rows)
+    values = key(table, rows)
+    # Rows are in the order of names, and the sort is stable.
+    order = np.argsort(values, kind="stable")
+    best = values[order[0]]
+    num_tied = int(np.count_nonzero(values <= best + abs(best) * RELATIVE_TIE))
+    if num_tied > 1:
+        order[:num_tied] = np.roll(order[:num_tied], -(view.tick % num_tied))
+    ranking = Ranking(table, view, rows, order)
     return Decision(ranking, reason(ranking[0]))

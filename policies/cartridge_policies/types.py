@@ -1,16 +1,21 @@
 """What a placement policy is given and what it answers.
 
-Owns the frozen values between the gateway and the policies. Refuses clocks, I/O and live objects:
-everything a decision depends on is in the demand and the view.
+Owns the values between the gateway and the policies. Refuses clocks and I/O: everything a decision
+depends on is in the demand and the view.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 from cartridge_proto.digest import Digest
-from cartridge_proto.residency import ReplicaId, Tier
+from cartridge_proto.residency import TIERS_FASTEST_FIRST, ReplicaId, Tier
+
+if TYPE_CHECKING:
+    from cartridge_policies.history import RouteHistory
+    from cartridge_policies.loads import LoadTable, Rows
 
 
 class MapMode(StrEnum):
@@ -39,31 +44,47 @@ class Demand:
     model: str
     artifacts: tuple[ArtifactDemand, ...]
     num_live_tokens: int
+    composition: Digest | None = None
+    """Identity of the whole prefix: where it is in HBM, nothing is read at all."""
+    session: str | None = None
+    """What requests of one conversation share."""
+
+    @cached_property
+    def num_virtual_tokens(self) -> int:
+        """Positions of all artifacts."""
+        return sum(artifact.num_tokens for artifact in self.artifacts)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Positions that each step of the answer reads."""
+        return self.num_virtual_tokens + self.num_live_tokens
 
 
-@dataclass(frozen=True)
-class ReplicaView:
-    """One replica as of now.
+class Residency(Protocol):
+    """Where artifacts are; a look-up, not a scan."""
 
-    `tiers` holds the fastest tier of each demanded artifact that is ready there. `refusal` says why
-    the replica cannot take this request at all; `None` when it can. `max_in_flight` is `None`
-    without a limit.
-    """
-
-    replica: ReplicaId
-    num_in_flight: int
-    max_in_flight: int | None
-    tiers: Mapping[Digest, Tier]
-    refusal: str | None
+    def ready_on(self, digest: Digest) -> Mapping[ReplicaId, Tier]:
+        """Fastest tier of an artifact, or of a composition, on each replica that has it ready."""
+        ...
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The fleet as of now. `tick` grows with each decision, for fair rotation among equals."""
+    """The fleet as of now. `tick` grows with each decision, for fair rotation among equals.
 
-    replicas: tuple[ReplicaView, ...]
+    `rows` are the replicas that are able, in the order of their names; `refusals` says of the
+    others why not. `max_in_flight` is the limit of each replica; `None` without one.
+    """
+
+    loads: "LoadTable"
+    rows: "Rows"
+    residency: Residency
+    history: "RouteHistory"
     mode: MapMode
     tick: int
+    now_s: float = 0.0
+    refusals: Mapping[ReplicaId, str] | None = None
+    max_in_flight: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,11 @@ class Candidate:
     """Tier of each demanded artifact there, in the order of the demand."""
 
     @property
+    def slowest_tier(self) -> Tier | None:
+        """Where the last of the artifacts comes from; `None` without any."""
+        return max(self.tiers, key=TIERS_FASTEST_FIRST.index, default=None)
+
+    @property
     def total_s(self) -> float:
         """Predicted seconds to the first token."""
         return sum(term.seconds for term in self.terms)
@@ -93,7 +119,7 @@ class Candidate:
 class Decision:
     """Candidates, best first, and one word on why the first one."""
 
-    ranking: tuple[Candidate, ...]
+    ranking: Sequence[Candidate]
     reason: str
 
     @property

@@ -8,6 +8,7 @@ from typing import Final
 
 # --- HTTP headers: request -------------------------------------------------------------------
 HEADER_CARTRIDGE_IDS: Final = "x-cartridge-ids"
+HEADER_SESSION: Final = "x-session-id"
 HEADER_POLICY: Final = "x-cartridge-policy"
 HEADER_EXPLAIN: Final = "x-cartridge-explain"
 HEADER_PRIORITY: Final = "x-cartridge-priority"

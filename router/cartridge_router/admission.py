@@ -282,4 +282,4 @@ class Admission:
     def _hold(self, waiter: _Waiter, placement: Placement) -> None:
         replica = self._fleet.find(placement.replica)
         assert replica is not None  # noqa: S101 - placed just now
-        waiter.slot.enter_context(self._fleet.in_flight(replica))
+        waiter.slot.enter_context(self._fleet.in_flight(replica, placement.demand))

@@ -248,7 +248,11 @@ class Api:
 
     def _place(self, asked: "_Asked", selection: Selection) -> Placement:
         return self._services.placer.place(
-            asked.parsed, selection, policy=asked.steering.policy, must_ask_all=asked.is_lookup
+            asked.parsed,
+            selection,
+            policy=asked.steering.policy,
+            session=asked.steering.session,
+            must_ask_all=asked.is_lookup,
         )
 
     def _outgoing(
@@ -261,16 +265,17 @@ class Api:
                 deadline_ms=asked.at_most_ms(self._services.settings.cartridges.load_deadline_ms),
                 traceparent=current_traceparent(),
             )
+        num_asked = None if asked.is_lookup else self._services.settings.forwarding.max_attempts
         return Outgoing(
             request_id=asked.request_id,
             path=request.path_qs,
             dialect=DIALECTS[parsed.route],
             body=engine_body(parsed, message, is_trusted=asked.tenant.is_trusted),
-            replicas=tuple(candidate.replica for candidate in placement.decision.ranking),
+            candidates=tuple(placement.decision.ranking[:num_asked]),
+            demand=placement.demand,
             composition=selection.composition,
             is_lookup=asked.is_lookup,
             num_openers=DIALECTS[parsed.route].num_openers * parsed.num_choices,
-            tiers=placement.tiers,
             deadline_s=asked.deadline_s,
         )
 
@@ -323,7 +328,9 @@ class Api:
             parsed = parse_request(route, data, request.headers, is_trusted=tenant.is_trusted)
         steering = read_steering(request.headers, tenant.max_priority)
         selection = self._services.selector.select(parsed, tenant.name)
-        placement = self._services.placer.place(parsed, selection, policy=steering.policy)
+        placement = self._services.placer.place(
+            parsed, selection, policy=steering.policy, session=steering.session
+        )
         return json_response(
             {
                 "object": "cartridge.explanation",
@@ -548,7 +555,8 @@ def _told(
     if outgoing.composition is not None:
         told[names.HEADER_CARTRIDGE_IDS] = ",".join(c.manifest.alias for c in selection.cartridges)
         told[names.HEADER_DIGEST] = outgoing.composition
-        told[names.HEADER_TIER] = outgoing.tiers[placement.replica].value
+    if placement.decision.best.slowest_tier is not None:
+        told[names.HEADER_TIER] = placement.decision.best.slowest_tier.value
     if asked.steering.is_explained:
         told[names.HEADER_EXPLANATION] = _explanation(placement)
     return told

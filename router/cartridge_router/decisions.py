@@ -64,7 +64,8 @@ class LoggedRequest:
         """It is known where the request goes."""
         self.queued_s = queued_s
         ranking = placement.decision.ranking
-        self.candidates, self.num_candidates = ranking[:MAX_CANDIDATES], len(ranking)
+        self.candidates = tuple(ranking[:MAX_CANDIDATES])
+        self.num_candidates = len(ranking)
         self.reason, self.replica = placement.reason, placement.replica
         self.map_mode, self.map_age_s = placement.mode, placement.map_age_s
 

@@ -11,13 +11,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 import msgspec
 
+from cartridge_policies.loads import Booking, LoadTable, Row
+from cartridge_policies.rates import PRIORS, ReplicaRates
+from cartridge_policies.types import Demand
+from cartridge_proto.digest import Digest
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_KV_TRANSFER_PARAMS
-from cartridge_proto.residency import ReplicaId
+from cartridge_proto.residency import ReplicaId, Tier
 from cartridge_router.outliers import Outliers
 from cartridge_router.roster import Listed, OperatorChanges, Roster, Source
 from cartridge_router.settings import FleetSettings
@@ -84,14 +88,25 @@ class Replica:
     models: dict[str, ServedModel] = field(default_factory=dict)
     """By the name that requests use."""
     has_extension: bool | None = None
-    num_in_flight: int = 0
     num_failures: int = 0
     asked_s: float | None = None
     """When it was last asked for the extension, `time.monotonic()`."""
+    row: Row = field(init=False)
+    """What it is busy with; the fleet gives it one when it joins."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of this gateway that have not ended."""
+        return self.row.num_in_flight
 
     def serves(self, model: str) -> bool:
         """Whether it may serve a model; "" stands for any, and one that names none for all."""
         return not model or not self.models or model in self.models
+
+
+NOTHING: Final = Demand("", (), 0)
+"""Of a request of which only its presence is known."""
+NO_TIERS: Final[Mapping[Digest, Tier]] = {}
 
 
 class Fleet:
@@ -115,6 +130,11 @@ class Fleet:
         self.max_in_flight = max_in_flight
         """Limit of requests in flight for each replica; `None` = none."""
         self.outliers = Outliers(settings)
+        self.loads = LoadTable()
+        self.rates = PRIORS
+        """Of replicas of which nothing was measured."""
+        self.edition = 0
+        """Grows with each change of who is there, is well, and serves what."""
         self._roster = Roster()
         self._replicas: dict[ReplicaId, Replica] = {}
         self._leaving: list[Replica] = []
@@ -125,6 +145,12 @@ class Fleet:
         self._must_probe_extension = must_probe_extension
         self._on_gone = on_gone
         self._on_freed: Callable[[], None] = lambda: None
+
+    def set_rates(self, rates: ReplicaRates) -> None:
+        """Predict all replicas by these rates from now on."""
+        self.rates = rates
+        for replica in self._replicas.values():
+            self.loads.set_rates(replica.row, rates)
 
     def configure(self, settings: FleetSettings, max_in_flight: int | None) -> None:
         """Probe and judge by other settings from now on."""
@@ -190,6 +216,7 @@ class Fleet:
         }
         left = [replica for name, replica in before.items() if name not in kept]
         for replica in left:
+            self.loads.remove(replica.row)
             self.outliers.remove(replica.replica)
             logger.info("replica %s at %s leaves", replica.replica, replica.url)
         self._replicas = {}
@@ -197,12 +224,15 @@ class Fleet:
             if name not in kept:
                 self.outliers.add(name)
                 logger.info("replica %s joins: %s, by %s", name, listed.url, listed.source)
-            replica = kept.get(name) or Replica(name, listed.url, listed.source)
-            replica.source = listed.source
-            self._replicas[name] = replica
+            if name not in kept:
+                kept[name] = Replica(name, listed.url, listed.source)
+                kept[name].row = self.loads.add(name, self.rates)
+            kept[name].source = listed.source
+            self._replicas[name] = kept[name]
         self._leaving += left
         for replica in left:
             self._end_if_idle(replica)
+        self.edition += 1
         self._has_changed.set()
 
     def _end_if_idle(self, replica: Replica) -> None:
@@ -216,13 +246,18 @@ class Fleet:
 
     # --- what requests tell ----------------------------------------------------------------------
     @contextlib.contextmanager
-    def in_flight(self, replica: Replica) -> Iterator[None]:
-        """Count one request for as long as the block runs."""
-        replica.num_in_flight += 1
+    def in_flight(
+        self, replica: Replica, demand: Demand = NOTHING, tiers: Mapping[Digest, Tier] = NO_TIERS
+    ) -> Iterator[Booking]:
+        """Count one request, and what it demands, for as long as the block runs.
+
+        `tiers`: where the replica is thought to read each artifact from.
+        """
+        booking = self.loads.book(replica.row, demand, tiers=tiers, now_s=time.monotonic())
         try:
-            yield
+            yield booking
         finally:
-            replica.num_in_flight -= 1
+            booking.end()
             self._end_if_idle(replica)
             self._on_freed()
 
@@ -247,9 +282,9 @@ class Fleet:
         """A request could not be delivered: no more traffic until a probe succeeds."""
         self._set_away(replica)
 
-    @staticmethod
-    def _set_away(replica: Replica) -> None:
+    def _set_away(self, replica: Replica) -> None:
         """What comes back under this name may be another engine."""
+        self.edition += 1
         replica.is_healthy = False
         replica.has_extension = None
         replica.asked_s = None
@@ -279,7 +314,7 @@ class Fleet:
         """Ask one replica whether it is well and what it serves."""
         self.outliers.note_asked(replica.replica)
         try:
-            replica.models = await self._ask(replica)
+            models = await self._ask(replica)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             replica.num_failures += 1
             if replica.num_failures >= self._settings.num_failures and replica.is_healthy:
@@ -287,7 +322,9 @@ class Fleet:
                 self._set_away(replica)
             return
         self.outliers.note_answered(replica.replica)
-        replica.num_failures = 0
+        if not replica.is_healthy or models != replica.models:
+            self.edition += 1
+        replica.models, replica.num_failures = models, 0
         if not replica.is_healthy:
             logger.info("replica %s is healthy, serves %s", replica.replica, list(replica.models))
         replica.is_healthy = True
@@ -296,6 +333,7 @@ class Fleet:
         if replica.has_extension is None and self._must_probe_extension(replica.replica) and is_due:
             replica.asked_s = now_s
             replica.has_extension = await self._find_extension(replica)
+            self.edition += 1
 
     async def _ask(self, replica: Replica) -> dict[str, ServedModel]:
         async with self._get(replica, "/health") as answer:

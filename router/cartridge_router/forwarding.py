@@ -19,6 +19,9 @@ from multidict import CIMultiDict
 from opentelemetry import trace
 from opentelemetry.propagate import inject
 
+from cartridge_policies.loads import Booking
+from cartridge_policies.types import Candidate, Demand
+from cartridge_proto.digest import Digest
 from cartridge_proto.names import (
     HEADER_API_KEY,
     HEADER_AUTHORIZATION,
@@ -126,7 +129,7 @@ class _Failed(Exception):
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What goes to a replica; `replicas` in the order they are tried.
+    """What goes to a replica; `candidates` in the order they are tried.
 
     With a `composition` (its identity) a failure may have a receipt that explains it.
     """
@@ -135,16 +138,20 @@ class Outgoing:
     path: str
     body: bytes
     dialect: Dialect
-    replicas: tuple[ReplicaId, ...]
+    candidates: tuple[Candidate, ...]
+    demand: Demand
     composition: str | None
     is_lookup: bool
     """One replica has what is asked for, and nobody knows which: 404 is asked of the next."""
     num_openers: int
     """Events of a stream that come before anything is known of the answer."""
-    tiers: Mapping[ReplicaId, Tier]
-    """Predicted tier of the Cartridges on each replica; empty without any."""
     deadline_s: float | None = None
     """The client's own for the first byte, by `time.monotonic`; `None` without one."""
+
+    def tiers(self, candidate: Candidate) -> dict[Digest, Tier]:
+        """Where a candidate is thought to read each artifact from."""
+        digests = (artifact.digest for artifact in self.demand.artifacts)
+        return dict(zip(digests, candidate.tiers, strict=True))
 
 
 class Exchange:
@@ -155,12 +162,17 @@ class Exchange:
         self.num_retries = 0
         self.first_byte_s: float | None = None
 
-    def note_first_byte(self, replica: ReplicaId, tier: Tier | None) -> None:
-        """An answer begins; it may come from another replica than the first one chosen."""
+    def answer_from(self, candidate: Candidate, booking: Booking) -> None:
+        """A replica has taken the request; it may be another than the first one chosen."""
+        self.candidate, self._booking = candidate, booking
+
+    def note_first_byte(self) -> None:
+        """Its answer begins."""
         self.first_byte_s = time.monotonic()
-        self.headers[HEADER_REPLICA] = replica
-        if tier is not None:
-            self.headers[HEADER_TIER] = tier.value
+        self._booking.note_first_token()
+        self.headers[HEADER_REPLICA] = self.candidate.replica
+        if self.candidate.slowest_tier is not None:
+            self.headers[HEADER_TIER] = self.candidate.slowest_tier.value
         if self.num_retries:
             self.headers[HEADER_DECISION] += f"; retries={self.num_retries}"
 
@@ -218,9 +230,10 @@ class Forwarder:
             RouterError: the engine refused the Cartridges; the receipt says why.
         """
         self._budget.note_request()
-        num_attempts = None if outgoing.is_lookup else self._settings.max_attempts
-        attempts = Attempts(outgoing.replicas[:num_attempts], self._budget)
+        candidates = {candidate.replica: candidate for candidate in outgoing.candidates}
+        attempts = Attempts(tuple(candidates), self._budget)
         for replica in attempts:
+            candidate = candidates[replica]
             target = self._fleet.find(replica)
             if target is None:
                 attempts.pass_over(f"{replica} was removed")
@@ -229,15 +242,18 @@ class Forwarder:
                 attempts.pass_over(f"{replica} is full by now")
                 continue
             exchange.num_retries = len(attempts.failures)
-            if replica in outgoing.tiers:
-                self._receipts.expect(outgoing.request_id, outgoing.tiers[replica])
-            with self._fleet.in_flight(target):
+            if candidate.slowest_tier is not None:
+                self._receipts.expect(outgoing.request_id, candidate.slowest_tier)
+            with self._fleet.in_flight(
+                target, outgoing.demand, outgoing.tiers(candidate)
+            ) as booking:
                 try:
                     with contextlib.closing(
                         await self._send(request, outgoing, target)
                     ) as upstream:
                         if not self._is_passed_on(upstream, outgoing, attempts, replica):
-                            return await self._relay(request, upstream, outgoing, exchange, replica)
+                            exchange.answer_from(candidate, booking)
+                            return await self._relay(request, upstream, outgoing, exchange)
                 except _Failed as failed:
                     logger.warning("request %s: %s", outgoing.request_id, failed)
                     if not attempts.go_on(str(failed)):
@@ -347,8 +363,8 @@ class Forwarder:
         upstream: Answer,
         outgoing: Outgoing,
         exchange: Exchange,
-        replica: ReplicaId,
     ) -> web.StreamResponse:
+        replica = exchange.candidate.replica
         is_stream = content_type(upstream.headers) == "text/event-stream"
         is_good = upstream.status < http.HTTPStatus.BAD_REQUEST
         first = b""
@@ -358,7 +374,7 @@ class Forwarder:
                 await self._raise_from_receipt(outgoing, replica)
                 self._note_failure(replica)
                 is_good = False
-        exchange.note_first_byte(replica, outgoing.tiers.get(replica))
+        exchange.note_first_byte()
         ready, is_all = upstream.ready()
         first += ready
         response = (_WithFirstBytes if first or is_all else web.StreamResponse)(

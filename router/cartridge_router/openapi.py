@@ -280,6 +280,11 @@ _STEERING: Final[tuple[Described, ...]] = tuple(
             "Whether the answer tells the costs of the best candidates.",
             {"enum": list(YES), "default": "0"},
         ),
+        (
+            names.HEADER_SESSION,
+            "Name of the conversation, for policies that keep its requests on one replica.",
+            {"type": "string"},
+        ),
     )
 )
 _POLICY_HEADER: Final = next(each for each in _STEERING if each["name"] == names.HEADER_POLICY)

@@ -97,6 +97,11 @@ class Outliers:
         if (record := self._records.get(replica)) is not None:
             record.asked_s = None
 
+    def reasons(self) -> dict[ReplicaId, str]:
+        """Those that others should be asked before, and why."""
+        found = {name: self.reason_against(name) for name in self._records}
+        return {name: reason for name, reason in found.items() if reason is not None}
+
     def reason_against(self, replica: ReplicaId) -> str | None:
         """Why others should be asked first; `None` for nothing."""
         record, now_s = self._records[replica], self._clock()

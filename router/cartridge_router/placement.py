@@ -5,25 +5,26 @@ and retries of its own.
 """
 
 import itertools
-from collections.abc import Mapping
+import time
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from cartridge_policies import POLICIES
-from cartridge_policies.cost import CostPriors
+from cartridge_policies.history import RouteHistory
+from cartridge_policies.loads import Rows
+from cartridge_policies.rates import ReplicaRates
 from cartridge_policies.types import (
-    ArtifactDemand,
     ClusterView,
     Decision,
     Demand,
     MapMode,
     Refusal,
     RefusalKind,
-    ReplicaView,
 )
 from cartridge_proto.compatibility import incompatibilities
-from cartridge_proto.digest import Digest
 from cartridge_proto.names import FIELD_CARTRIDGE_IDS
-from cartridge_proto.residency import TIERS_FASTEST_FIRST, ReplicaId, Tier
+from cartridge_proto.residency import ReplicaId
 from cartridge_router.errors import (
     AllReplicasSaturated,
     ContextTooLong,
@@ -38,11 +39,15 @@ from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.selection import Selection
 from cartridge_router.settings import PlacementSettings
 
+MAX_KINDS: Final = 10_000
+"""Of requests, by model and Cartridges, for which is kept who can take them."""
+
 
 @dataclass(frozen=True)
 class Placement:
     """A decision, and what the client is told of it."""
 
+    demand: Demand
     decision: Decision
     mode: MapMode
     map_age_s: float | None
@@ -52,15 +57,6 @@ class Placement:
     def replica(self) -> ReplicaId:
         """The chosen replica."""
         return self.decision.best.replica
-
-    @property
-    def tiers(self) -> dict[ReplicaId, Tier]:
-        """Slowest tier that each candidate reads a Cartridge from; empty without any."""
-        return {
-            candidate.replica: max(candidate.tiers, key=TIERS_FASTEST_FIRST.index)
-            for candidate in self.decision.ranking
-            if candidate.tiers
-        }
 
     @property
     def reason(self) -> str:
@@ -82,6 +78,16 @@ class _Hindrance(Exception):
         self.error = error
 
 
+@dataclass(frozen=True)
+class _Able:
+    """Who can take requests of one kind, until something changes."""
+
+    edition: object
+    rows: Rows
+    hindrances: Mapping[ReplicaId, _Hindrance]
+    refusals: Mapping[ReplicaId, str]
+
+
 class Placer:
     """Places requests with the policy of the settings, or one that a request names."""
 
@@ -90,18 +96,22 @@ class Placer:
     ) -> None:
         self._fleet = fleet
         self._map = residency
+        self._history = RouteHistory()
         self._ticks = itertools.count()
+        self._policies = {name: policy() for name, policy in POLICIES.items()}
+        self._able: dict[Hashable, _Able] = {}
         self.configure(settings)
 
     def configure(self, settings: PlacementSettings) -> None:
         """Place by other settings from now on."""
-        priors = CostPriors(
-            queue_s_per_request=settings.queue_s_per_request,
-            prefill_base_s=settings.prefill_base_s,
-            prefill_s_per_token=settings.prefill_s_per_token,
+        self._fleet.set_rates(
+            ReplicaRates(
+                queue_s_per_request=settings.queue_s_per_request,
+                prefill_base_s=settings.prefill_base_s,
+                prefill_s_per_token=settings.prefill_s_per_token,
+            )
         )
         self._default = settings.policy
-        self._policies = {name: policy(priors) for name, policy in POLICIES.items()}
 
     def place(
         self,
@@ -109,11 +119,13 @@ class Placer:
         selection: Selection,
         *,
         policy: str | None = None,
+        session: str | None = None,
         must_ask_all: bool = False,
     ) -> Placement:
         """Choose a replica; with `must_ask_all` also those that are better left alone.
 
-        `policy`: a key of `POLICIES`; `None` = that of the settings.
+        `policy`: a key of `POLICIES`; `None` = that of the settings. `session`: what requests of
+        one conversation share.
 
         Raises:
             UnknownModel: no replica serves the model.
@@ -122,57 +134,66 @@ class Placer:
             NoEligibleReplica: none is able now, and one that is away may be.
             AllReplicasSaturated: all that are able are at their limit.
         """
+        able = self._find_able(request, selection)
+        rows, refusals = able.rows, able.refusals
+        if not must_ask_all:
+            against = self._outliers(able)
+            if against:
+                refusals = {**refusals, **against}
+                names = (self._fleet.loads.name(row) for row in rows.tolist())
+                rows = self._fleet.loads.rows(name for name in names if name not in against)
+        demand = demand_of(request, selection, session)
+        mode, age_s = self._map.mode, self._map.age_s
+        view = ClusterView(
+            loads=self._fleet.loads,
+            rows=rows,
+            residency=self._map,
+            history=self._history,
+            mode=mode,
+            tick=next(self._ticks),
+            now_s=time.monotonic(),
+            refusals=refusals,
+            max_in_flight=self._fleet.max_in_flight,
+        )
+        decision = self._policies[policy or self._default].decide(demand, view)
+        if isinstance(decision, Refusal):
+            raise self._error(request, decision, able.hindrances)
+        self._history.record(decision.best.replica, demand, view.now_s)
+        return Placement(demand, decision, mode, age_s, selection.is_certified)
+
+    def _find_able(self, request: ParsedRequest, selection: Selection) -> _Able:
+        """Who can take requests for this model with these Cartridges: looked up, mostly."""
+        edition = (self._fleet.edition, self._map.edition, self._map.mode)
+        key = (request.model, selection.composition)
+        known = self._able.get(key)
+        if known is not None and known.edition == edition:
+            return known
         hindrances: dict[ReplicaId, _Hindrance] = {}
         for replica in self._fleet.replicas:
             try:
                 self._check(replica, request, selection)
             except _Hindrance as hindrance:
                 hindrances[replica.replica] = hindrance
-        refusals = {name: hindrance.text for name, hindrance in hindrances.items()}
-        if not must_ask_all:
-            refusals |= self._outliers(refusals)
-        views = [
-            self._view(replica, selection, refusals.get(replica.replica))
-            for replica in self._fleet.replicas
-        ]
-        demand = Demand(
-            model=request.model,
-            artifacts=tuple(
-                ArtifactDemand(c.digest, c.manifest.payload_bytes, c.manifest.num_tokens)
-                for c in selection.cartridges
-            ),
-            num_live_tokens=request.num_live_tokens,
+        names = (replica.replica for replica in self._fleet.replicas)
+        able = _Able(
+            edition=edition,
+            rows=self._fleet.loads.rows(name for name in names if name not in hindrances),
+            hindrances=hindrances,
+            refusals={name: hindrance.text for name, hindrance in hindrances.items()},
         )
-        mode, age_s = self._map.mode, self._map.age_s
-        view = ClusterView(tuple(views), mode, next(self._ticks))
-        decision = self._policies[policy or self._default].decide(demand, view)
-        if isinstance(decision, Refusal):
-            raise self._error(request, decision, hindrances)
-        return Placement(decision, mode, age_s, selection.is_certified)
+        if len(self._able) >= MAX_KINDS:
+            self._able.clear()
+        self._able[key] = able
+        return able
 
-    def _outliers(self, refusals: Mapping[ReplicaId, str]) -> dict[ReplicaId, str]:
+    def _outliers(self, able: _Able) -> dict[ReplicaId, str]:
         """Replicas to leave alone, and why, while there are others that are able."""
-        able = [r.replica for r in self._fleet.replicas if r.replica not in refusals]
-        found = {name: self._fleet.outliers.reason_against(name) for name in able}
-        against = {name: reason for name, reason in found.items() if reason is not None}
-        return against if len(against) < len(able) else {}
-
-    def _view(self, replica: Replica, selection: Selection, refusal: str | None) -> ReplicaView:
-        return ReplicaView(
-            replica=replica.replica,
-            num_in_flight=replica.num_in_flight,
-            max_in_flight=self._fleet.max_in_flight,
-            tiers=self._tiers(replica.replica, selection),
-            refusal=refusal,
-        )
-
-    def _tiers(self, replica: ReplicaId, selection: Selection) -> dict[Digest, Tier]:
-        """Where each Cartridge is; all in HBM where the whole prefix is."""
-        digests = [cartridge.digest for cartridge in selection.cartridges]
-        composition = selection.composition
-        if composition is not None and self._map.tiers(replica, [composition]):
-            return dict.fromkeys(digests, Tier.HBM)
-        return self._map.tiers(replica, digests)
+        against = {
+            name: reason
+            for name, reason in self._fleet.outliers.reasons().items()
+            if name not in able.hindrances
+        }
+        return against if len(against) < len(able.rows) else {}
 
     def _check(self, replica: Replica, request: ParsedRequest, selection: Selection) -> None:
         if not replica.serves(request.model):
@@ -227,6 +248,17 @@ class Placer:
             if lasting:
                 return UnknownModel(f"no replica serves the model {request.model!r}", param="model")
         return NoEligibleReplica(f"no replica can serve this request ({reasons or 'none is set'})")
+
+
+def demand_of(request: ParsedRequest, selection: Selection, session: str | None) -> Demand:
+    """What a request needs of a replica."""
+    return Demand(
+        model=request.model,
+        artifacts=selection.demands,
+        num_live_tokens=request.num_live_tokens,
+        composition=selection.composition,
+        session=session,
+    )
 
 
 def _check_adapter(model: str, served: ServedModel, selection: Selection) -> None:

@@ -7,7 +7,7 @@ anything that waits, and to believe a record whose signature, schema or epoch is
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -59,6 +59,8 @@ class _Rows:
     believed_s: float
     """When its lease was last read and believed, by the map's clock."""
     seq: int
+    ready: dict[Digest, dict[ReplicaId, Tier]]
+    """Of all replicas; each keeps its own entries."""
     records: dict[Digest, ResidencyRecord] = field(default_factory=dict)
     used_bytes: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     """Of what is ready, by its fastest tier."""
@@ -69,12 +71,31 @@ class _Rows:
         self.records[digest] = record
         if record.state is ResidencyState.READY:
             self.used_bytes[record.tier] += record.size_bytes
+            self.ready.setdefault(digest, {})[self.replica] = record.tier
 
     def drop(self, digest: Digest) -> None:
         """Forget one artifact, if it is known."""
         record = self.records.pop(digest, None)
         if record is not None and record.state is ResidencyState.READY:
             self.used_bytes[record.tier] -= record.size_bytes
+            self._withdraw(digest)
+
+    def withdraw_all(self) -> None:
+        """Nothing of this replica can be read any more."""
+        for digest, record in self.records.items():
+            if record.state is ResidencyState.READY:
+                self._withdraw(digest)
+
+    def _withdraw(self, digest: Digest) -> None:
+        holders = self.ready[digest]
+        del holders[self.replica]
+        if not holders:
+            del self.ready[digest]
+
+    @property
+    def replica(self) -> ReplicaId:
+        """Whose rows they are."""
+        return ReplicaId(self.registration.replica)
 
 
 class ResidencyMap:
@@ -96,6 +117,9 @@ class ResidencyMap:
         self._on_rejected = on_rejected
         self._clock = clock
         self._replicas: dict[ReplicaId, _Rows] = {}
+        self._ready: dict[Digest, dict[ReplicaId, Tier]] = {}
+        self.edition = 0
+        """Grows when a replica comes, goes, or says something else of itself."""
         self._synced_s: float | None = None
 
     # --- reading -------------------------------------------------------------------------------
@@ -151,14 +175,16 @@ class ResidencyMap:
             if rows.registration.url is not None
         }
 
+    def ready_on(self, digest: Digest) -> Mapping[ReplicaId, Tier]:
+        """Tier of an artifact on each replica that has it ready; empty without a map."""
+        return {} if self.mode is MapMode.FALLBACK else self._ready.get(digest, {})
+
     def holders(self, digest: Digest) -> list[tuple[ReplicaId, Tier]]:
         """Replicas on which an artifact is ready, fastest tier first."""
-        found = [
-            (replica, tier)
-            for replica in self._replicas
-            for tier in self.tiers(replica, [digest]).values()
-        ]
-        return sorted(found, key=lambda pair: (TIERS_FASTEST_FIRST.index(pair[1]), pair[0]))
+        return sorted(
+            self.ready_on(digest).items(),
+            key=lambda pair: (TIERS_FASTEST_FIRST.index(pair[1]), pair[0]),
+        )
 
     # --- writing: the reader task, and tests -----------------------------------------------------
     def mark_synced(self) -> None:
@@ -177,7 +203,9 @@ class ResidencyMap:
         for replica, rows in list(self._replicas.items()):
             is_doubted = replica in doubted and rows.believed_s > oldest_s
             if replica not in live and not is_doubted:
+                rows.withdraw_all()
                 del self._replicas[replica]
+                self.edition += 1
 
     def read_registration(self, replica: ReplicaId, data: bytes) -> Registration | None:
         """Decode a lease's value; `None` when it is not believed."""
@@ -202,7 +230,9 @@ class ResidencyMap:
         before = self._replicas.get(replica)
         is_same_boot = before is not None and before.registration.epoch == registration.epoch
         known = before.records if before is not None and is_same_boot else {}
-        fresh = _Rows(registration, self._clock(), registration.seq)
+        if before is not None:
+            before.withdraw_all()
+        fresh = _Rows(registration, self._clock(), registration.seq, self._ready)
         for name, data in list(rows.items())[:MAX_ROWS]:
             record = self._read_row(replica, name, data)
             if record is None:
@@ -210,6 +240,7 @@ class ResidencyMap:
             if record is not None and record.epoch == registration.epoch:
                 fresh.put(Digest(record.digest), record)
         self._replicas[replica] = fresh
+        self.edition += 1
 
     def _read_row(self, replica: ReplicaId, name: bytes, data: bytes) -> ResidencyRecord | None:
         """Decode a row; `None` when it is not believed."""
@@ -223,6 +254,7 @@ class ResidencyMap:
         """Take in a registration that brings no new rows."""
         rows = self._replicas.get(ReplicaId(registration.replica))
         if rows is not None:
+            self.edition += _says_else(rows.registration, registration)
             rows.registration, rows.believed_s = registration, self._clock()
 
     def apply(self, data: bytes) -> None:
@@ -259,6 +291,11 @@ class ResidencyMap:
             logger.warning("record not believed: %s", error)
             self._on_rejected("rejected")
             return None
+
+
+def _says_else(old: Registration, new: Registration) -> bool:
+    """Whether a heartbeat tells something new of what the replica can take."""
+    return (old.engine, old.is_draining) != (new.engine, new.is_draining)
 
 
 class RedisReader:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Final
 
+from cartridge_policies.types import ArtifactDemand
 from cartridge_proto.composition import (
     CompositionItem,
     CompositionMessage,
@@ -55,6 +56,14 @@ class Selection:
     def num_tokens(self) -> int:
         """Virtual length."""
         return sum(cartridge.manifest.num_tokens for cartridge in self.cartridges)
+
+    @cached_property
+    def demands(self) -> tuple[ArtifactDemand, ...]:
+        """What placement knows of them."""
+        return tuple(
+            ArtifactDemand(c.digest, c.manifest.payload_bytes, c.manifest.num_tokens)
+            for c in self.cartridges
+        )
 
     @cached_property
     def composition(self) -> Digest | None:

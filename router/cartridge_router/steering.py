@@ -14,11 +14,14 @@ from cartridge_proto.names import (
     HEADER_EXPLAIN,
     HEADER_POLICY,
     HEADER_PRIORITY,
+    HEADER_SESSION,
 )
 from cartridge_router.errors import InvalidRequest
 from cartridge_router.settings import MAX_PRIORITY, MIN_PRIORITY
 
 MAX_DEADLINE_MS: Final = 86_400_000
+MAX_SESSION_CHARS: Final = 256
+"""More of a session's name tells nothing apart."""
 
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,9}")
 YES: Final = {"1": True, "true": True, "0": False, "false": False}
@@ -34,6 +37,8 @@ class Steering:
     """Seconds from its coming until the first byte of its answer; `None` without a limit."""
     policy: str | None = None
     """Placement policy; `None` = that of the settings."""
+    session: str | None = None
+    """What requests of one conversation share, for policies that keep them together."""
     is_explained: bool = False
     """Whether the answer tells the costs of all candidates."""
 
@@ -50,7 +55,7 @@ def read_steering(headers: Mapping[str, str], max_priority: int = MAX_PRIORITY) 
     sent = [headers.get(name) for name in _READ]
     if all(text is None for text in sent):
         return _DEFAULT
-    priority, deadline, policy, explain = sent
+    priority, deadline, policy, explain, session = sent
     if policy is not None and policy not in POLICIES:
         raise _refused(HEADER_POLICY, f"one of {', '.join(sorted(POLICIES))}")
     if explain is not None and explain not in YES:
@@ -60,11 +65,12 @@ def read_steering(headers: Mapping[str, str], max_priority: int = MAX_PRIORITY) 
         priority=_integer(HEADER_PRIORITY, priority, MIN_PRIORITY, max_priority) or 0,
         deadline_s=None if deadline_ms is None else deadline_ms / 1000,
         policy=policy,
+        session=session[:MAX_SESSION_CHARS] if session else None,
         is_explained=explain is not None and YES[explain],
     )
 
 
-_READ: Final = (HEADER_PRIORITY, HEADER_DEADLINE_MS, HEADER_POLICY, HEADER_EXPLAIN)
+_READ: Final = (HEADER_PRIORITY, HEADER_DEADLINE_MS, HEADER_POLICY, HEADER_EXPLAIN, HEADER_SESSION)
 
 
 def _integer(name: str, text: str | None, low: int, high: int) -> int | None:

@@ -95,7 +95,7 @@ def test_the_gateway_loads_nothing_heavy() -> None:
     """Importing the whole gateway brings in neither torch nor vllm nor transformers."""
     script = (
         "import sys, cartridge_router.app, cartridge_router.cli, cartridge_router.serving\n"
-        "print(sorted({'torch', 'vllm', 'transformers', 'numpy', 'kubernetes', "
+        "print(sorted({'torch', 'vllm', 'transformers', 'faiss', 'kubernetes', "
         "'cartridge_engine_ext', 'cartridge_kernels', 'cartridge_loadtest'} & set(sys.modules)))"
     )
     done = subprocess.run(

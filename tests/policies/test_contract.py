@@ -3,12 +3,19 @@
 import pytest
 
 from cartridge_policies import POLICIES
-from cartridge_policies.cost import CostPriors
-from tests.contracts.placement_policy import PlacementPolicyContract
+from tests.contracts.placement_policy import FairPolicyContract, PlacementPolicyContract
+
+CHOOSE_BY_NAME = {"consistent_hash_bounded", "power_of_two", "session_hash"}
+"""Policies for which equals are not equal: a hash of their names, or chance, tells them apart."""
+
+
+@pytest.mark.parametrize("policy", [POLICIES[name]() for name in sorted(CHOOSE_BY_NAME)])
+class TestPoliciesThatChooseByName(PlacementPolicyContract):
+    """The suite, but for turns."""
 
 
 @pytest.mark.parametrize(
-    "policy", [make(CostPriors()) for make in POLICIES.values()], ids=list(POLICIES)
+    "policy", [make() for name, make in POLICIES.items() if name not in CHOOSE_BY_NAME]
 )
-class TestPlacementPolicies(PlacementPolicyContract):
-    """The suite, run over all of `POLICIES`."""
+class TestFairPolicies(FairPolicyContract):
+    """The whole suite over all others."""

@@ -6,9 +6,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from cartridge_policies.baselines import LeastLoaded, RoundRobin
+from cartridge_policies.baselines import (
+    ConsistentHashBounded,
+    LeastLoaded,
+    PowerOfTwo,
+    RoundRobin,
+    SessionHash,
+)
 from cartridge_policies.cartridge_aware import CartridgeAware
-from cartridge_policies.cost import CostPriors, TierRate
+from cartridge_policies.rates import ReplicaRates, TierRate
 from cartridge_policies.types import (
     ArtifactDemand,
     ClusterView,
@@ -18,14 +24,13 @@ from cartridge_policies.types import (
     PlacementPolicy,
     Refusal,
     RefusalKind,
-    ReplicaView,
 )
 from cartridge_proto.residency import ReplicaId, Tier
-from tests.contracts.placement_policy import DIGESTS, demands, views
+from tests.contracts.placement_policy import DIGESTS, Fleet, Member, demands, fleets, view_of
 
 ONE = Demand("m", (ArtifactDemand(DIGESTS[0], 100_000_000, 500),), 100)
 PLAIN = Demand("m", (), 100)
-PRIORS = CostPriors(
+RATES = ReplicaRates(
     queue_s_per_request=1.0,
     tiers={
         Tier.HBM: TierRate(0.0, float("inf")),
@@ -34,26 +39,21 @@ PRIORS = CostPriors(
         Tier.REMOTE: TierRate(2.0, 1e9),
     },
 )
-"""A queue place costs one second; fetching the artifact of `ONE` costs 2.1, from memory 0.2."""
+"""Each request that decodes costs one second; fetching `ONE` costs 2.1, from memory 0.2."""
 
 
 def replica(
-    name: str,
-    num_in_flight: int = 0,
-    tier: Tier | None = None,
-    *,
-    limit: int | None = None,
-    refusal: str | None = None,
-) -> ReplicaView:
+    name: str, num_in_flight: int = 0, tier: Tier | None = None, *, refusal: str | None = None
+) -> Member:
     """A replica that may hold the artifact of `ONE`."""
-    return ReplicaView(
-        ReplicaId(name), num_in_flight, limit, {DIGESTS[0]: tier} if tier else {}, refusal
-    )
+    return Member(name, num_in_flight, {DIGESTS[0]: tier} if tier else {}, refusal, RATES)
 
 
-def fleet(*members: ReplicaView, mode: MapMode = MapMode.EXACT, tick: int = 0) -> ClusterView:
+def fleet(
+    *members: Member, mode: MapMode = MapMode.EXACT, tick: int = 0, limit: int | None = None
+) -> ClusterView:
     """A view of these replicas."""
-    return ClusterView(members, mode, tick)
+    return view_of(members, mode=mode, tick=tick, max_in_flight=limit)
 
 
 def decide(policy: PlacementPolicy, demand: Demand, view: ClusterView) -> Decision:
@@ -69,7 +69,7 @@ def order(policy: PlacementPolicy, demand: Demand, view: ClusterView) -> list[st
 
 
 # --- the default policy --------------------------------------------------------------------------
-AWARE = CartridgeAware(PRIORS)
+AWARE = CartridgeAware()
 
 
 def test_a_request_goes_where_its_cartridge_is() -> None:
@@ -90,10 +90,10 @@ def test_a_queue_is_worth_its_seconds(queue: int, expected: str) -> None:
     assert order(AWARE, ONE, view)[0] == expected
 
 
-@given(demand=demands(), view=views(min_size=1))
-def test_the_best_is_never_slower_than_another(demand: Demand, view: ClusterView) -> None:
+@given(demand=demands(), fleet=fleets(min_size=1))
+def test_the_best_is_never_slower_than_another(demand: Demand, fleet: Fleet) -> None:
     """The first of the ranking has the lowest predicted time, and the rest is in order."""
-    answer = AWARE.decide(demand, view)
+    answer = AWARE.decide(demand, fleet.view)
     if isinstance(answer, Refusal):
         return
     totals = [candidate.total_s for candidate in answer.ranking]
@@ -143,7 +143,7 @@ def test_turns_are_among_the_best_only() -> None:
 def test_round_robin_takes_each_in_turn() -> None:
     """Neither load nor residency matters: names in order, then from the start."""
     members = (replica("c", 5), replica("a", 0, Tier.HBM), replica("b", 9))
-    policy = RoundRobin(PRIORS)
+    policy = RoundRobin()
     firsts = [order(policy, ONE, fleet(*members, tick=tick))[0] for tick in range(6)]
     assert firsts == ["a", "b", "c", "a", "b", "c"]
     assert decide(policy, ONE, fleet(*members)).reason == "round-robin"
@@ -152,7 +152,7 @@ def test_round_robin_takes_each_in_turn() -> None:
 def test_least_loaded_looks_at_requests_in_flight_only() -> None:
     """The shortest queue wins against residency; ties take turns."""
     members = (replica("a", 1, Tier.HBM), replica("b"), replica("c"))
-    policy = LeastLoaded(PRIORS)
+    policy = LeastLoaded()
     orders = [order(policy, ONE, fleet(*members, tick=tick)) for tick in range(3)]
     assert orders == [["b", "c", "a"], ["c", "b", "a"], ["b", "c", "a"]]
     assert decide(policy, ONE, fleet(*members)).reason == "least-loaded"
@@ -162,14 +162,56 @@ def test_least_loaded_looks_at_requests_in_flight_only() -> None:
 @pytest.mark.parametrize("policy", [AWARE, RoundRobin(), LeastLoaded()])
 def test_unable_and_full_are_different_refusals(policy: PlacementPolicy) -> None:
     """A fleet that cannot serve is not a fleet that is busy, and each replica has its reason."""
-    unable, full = replica("a", refusal="other model"), replica("b", 4, limit=4)
+    unable, full = replica("a", refusal="other model"), replica("b", 4)
     answer = policy.decide(ONE, fleet(unable))
     assert answer == Refusal(RefusalKind.NO_ELIGIBLE, {ReplicaId("a"): "other model"})
     reasons = {ReplicaId("a"): "other model", ReplicaId("b"): "4 requests in flight"}
-    assert policy.decide(ONE, fleet(unable, full)) == Refusal(RefusalKind.SATURATED, reasons)
+    assert policy.decide(ONE, fleet(unable, full, limit=4)) == Refusal(
+        RefusalKind.SATURATED, reasons
+    )
     assert policy.decide(ONE, fleet()) == Refusal(RefusalKind.NO_ELIGIBLE, {})
 
 
 def test_the_last_free_place_is_used() -> None:
     """A limit is the number of requests in flight at which a replica is full, not one less."""
-    assert order(AWARE, ONE, fleet(replica("a", 3, limit=4), replica("b", 4, limit=4))) == ["a"]
+    assert order(AWARE, ONE, fleet(replica("a", 3), replica("b", 4), limit=4)) == ["a"]
+
+
+# --- by name, or by chance ------------------------------------------------------------------------
+def test_requests_of_one_session_stay_together() -> None:
+    """Each session has one replica, sessions spread over all, and load does not move them."""
+    names = [f"r{index}" for index in range(4)]
+    homes = {}
+    for number in range(64):
+        demand = replace(PLAIN, session=f"session-{number}")
+        crowded = [replica(name, 9 if name == "r0" else 0) for name in names]
+        found = {
+            order(SessionHash(), demand, fleet(*members))[0]
+            for members in (crowded, map(replica, names))
+        }
+        assert len(found) == 1
+        homes[number] = found.pop()
+    assert set(homes.values()) == set(names)
+    fewer = [name for name in names if name != "r2"]
+    for number, home in homes.items():
+        demand = replace(PLAIN, session=f"session-{number}")
+        moved = order(SessionHash(), demand, fleet(*map(replica, fewer)))[0]
+        assert moved == home or home == "r2"
+
+
+def test_nobody_gets_more_than_its_share_by_a_hash() -> None:
+    """A session goes on to the next replica of its order when its own is above the bound."""
+    demand = replace(PLAIN, session="s")
+    idle = order(ConsistentHashBounded(), demand, fleet(*map(replica, "abc")))
+    busy = [replica(name, 6 if name == idle[0] else 0) for name in "abc"]
+    assert order(ConsistentHashBounded(), demand, fleet(*busy)) == [idle[1], idle[2], idle[0]]
+
+
+def test_two_choices_avoid_the_busiest() -> None:
+    """Of two different replicas the less loaded is taken; both kinds of pairs come."""
+    members = [replica(name, count) for name, count in zip("abcd", (9, 1, 1, 1), strict=True)]
+    firsts = Counter(
+        order(PowerOfTwo(), PLAIN, fleet(*members, tick=tick))[0] for tick in range(200)
+    )
+    assert "a" not in firsts
+    assert min(firsts[name] for name in "bcd") > 20

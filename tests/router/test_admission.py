@@ -18,7 +18,7 @@ from cartridge_policies.types import Candidate, CostTerm, Decision, MapMode
 from cartridge_proto.residency import ReplicaId
 from cartridge_router.admission import Admission, Ticket
 from cartridge_router.errors import AllReplicasSaturated, NoEligibleReplica, QueueFull, RouterError
-from cartridge_router.fleet import ServedModel
+from cartridge_router.fleet import NOTHING, ServedModel
 from cartridge_router.placement import Placement
 from cartridge_router.settings import (
     AdmissionSettings,
@@ -61,7 +61,7 @@ class Desk:
             if self.fleet.has_room(replica):
                 term = CostTerm("queue_s", 0.0)
                 decision = Decision((Candidate(replica.replica, (term,), ()),), "test")
-                return Placement(decision, MapMode.EXACT, None, is_certified=True)
+                return Placement(NOTHING, decision, MapMode.EXACT, None, is_certified=True)
         raise AllReplicasSaturated("all busy")
 
     async def ask(self, name: str, **fields: Any) -> float | None:

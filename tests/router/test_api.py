@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cartridge_loadtest.faults import Faults
+from cartridge_policies.cost import TERMS
 from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.residency import Tier
 from cartridge_proto.stores import LocalStore
@@ -324,7 +325,7 @@ async def test_explain_shows_the_terms_of_every_candidate(fleet: Gateway) -> Non
     totals = []
     for candidate in placement["candidates"]:
         assert sum(candidate["terms"].values()) == pytest.approx(candidate["total_s"])
-        assert set(candidate["terms"]) == {"queue", "load", "prefill"}
+        assert set(candidate["terms"]) == set(TERMS)
         assert candidate["tiers"] == ["remote"]
         totals.append(candidate["total_s"])
     assert totals == sorted(totals)

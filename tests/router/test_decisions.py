@@ -1,5 +1,6 @@
 """The log of decisions: what it keeps of a request, how much, and which Cartridges count as hot."""
 
+from cartridge_policies.loads import LoadTable
 from cartridge_policies.types import Candidate, CostTerm, Decision, MapMode
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.residency import ReplicaId
@@ -13,6 +14,7 @@ from cartridge_router.decisions import (
     LoggedRequest,
 )
 from cartridge_router.errors import NoEligibleReplica
+from cartridge_router.fleet import NOTHING
 from cartridge_router.forwarding import Exchange
 from cartridge_router.placement import Placement
 from cartridge_router.request import Route, parse_request
@@ -28,7 +30,7 @@ def placed_on(num_replicas: int) -> Placement:
         Candidate(ReplicaId(f"r{index}"), (CostTerm("queue", float(index)),), ())
         for index in range(num_replicas)
     )
-    return Placement(Decision(ranking, "load"), MapMode.DEGRADED, 4.5, is_certified=True)
+    return Placement(NOTHING, Decision(ranking, "load"), MapMode.DEGRADED, 4.5, is_certified=True)
 
 
 def test_it_keeps_the_last_requests_newest_first() -> None:
@@ -72,7 +74,11 @@ def test_the_end_says_who_answered() -> None:
     logged.place(placed_on(2), None)
     exchange = Exchange({"x-cartridge-replica": "r0", "x-cartridge-decision": "load"})
     exchange.num_retries = 1
-    exchange.note_first_byte(ReplicaId("r1"), None)
+    loads = LoadTable()
+    other = placed_on(2).decision.ranking[1]
+    booking = loads.book(loads.add(other.replica), NOTHING, tiers={}, now_s=0.0)
+    exchange.answer_from(other, booking)
+    exchange.note_first_byte()
     logged.end(200, exchange, 12.0)
     assert (logged.replica, logged.num_retries, logged.status) == ("r1", 1, 200)
     assert logged.first_byte_s == exchange.first_byte_s

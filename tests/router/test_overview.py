@@ -18,7 +18,7 @@ from cartridge_router.app import drain_of, running_gateway, running_services
 from cartridge_router.catalog import Cartridge
 from cartridge_router.decisions import MAX_REQUESTS, LoggedRequest
 from cartridge_router.demo.stack import free_port
-from cartridge_router.fleet import ServedModel
+from cartridge_router.fleet import NOTHING, ServedModel
 from cartridge_router.overview import MAX_CARTRIDGES, MAX_MODELS, MAX_REPLICAS, Overview
 from cartridge_router.placement import Placement
 from cartridge_router.request import Route, parse_request
@@ -219,7 +219,7 @@ def log_hostile_requests(services: Any, names: list[ReplicaId], found: list[Cart
     """As many as are kept, each as long as a request can be."""
     terms = tuple(CostTerm(name, 1 / 3) for name in ("queue", "load", "prefill"))
     ranking = tuple(Candidate(name, terms, (Tier.REMOTE,) * 16) for name in names)
-    placement = Placement(Decision(ranking, "resident"), MapMode.FALLBACK, 1 / 3, False)
+    placement = Placement(NOTHING, Decision(ranking, "resident"), MapMode.FALLBACK, 1 / 3, False)
     selection = Selection(
         tuple(found[:16]), PositionLayout.SEQUENTIAL, SelectedBy.EXPLICIT, scope="t" * 64
     )

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from playwright.async_api import expect
 
+from cartridge_policies.cost import TERMS
 from cartridge_router.settings import PlacementSettings
 from tests.router.browser import Tab, open_tab, running_browser
 from tests.router.screenshot import make_screenshot
@@ -51,13 +52,13 @@ async def test_it_shows_replicas_tiers_and_decisions(start_stage: StartStage) ->
         await expect(decision).to_contain_text("crane-manual@1 → engine-2")
         chosen = decision.locator(".chosen")
         await expect(chosen).to_contain_text("▶ engine-2 (hbm)")
-        await expect(chosen.locator(".stack span")).to_have_count(3)
+        await expect(chosen.locator(".stack span")).to_have_count(len(TERMS))
         await expect(decision.locator(".candidates > li")).to_have_count(4)
         late = decision.locator(".candidates > li", has_text="engine-1 (remote)")
-        await expect(late).to_contain_text("load 1.04 s")
+        await expect(late).to_contain_text("load 1.10 s")
         label = await late.locator(".stack").get_attribute("aria-label")
         assert label is not None
-        assert label.startswith("queue 0 + load 1.04 s + prefill ")
+        assert label.startswith("queue 0 + load 1.10 s + prefill ")
         first = tab.page.locator("#cartridges tbody tr").first
         await expect(first).to_contain_text("crane-manual@1")
         assert await first.locator("td").all_inner_texts() == [

@@ -21,19 +21,28 @@ from cartridge_proto.residency import (
 )
 from cartridge_proto.stores import LocalStore
 from cartridge_router.catalog import Cartridge
-from cartridge_router.errors import ContextTooLong, IncompatibleCartridge
+from cartridge_router.errors import ContextTooLong, IncompatibleCartridge, NoEligibleReplica
 from cartridge_router.fleet import ServedModel
 from cartridge_router.placement import Placer
 from cartridge_router.request import Route, parse_request
 from cartridge_router.residency_map import ResidencyMap
-from cartridge_router.selection import SelectedBy, Selection
+from cartridge_router.selection import NO_CARTRIDGES, SelectedBy, Selection
 from cartridge_router.settings import AdmissionSettings, PlacementSettings, ResidencySettings
+from tests.loadtest.cartridge_requests import chat_body
 from tests.loadtest.replica_client import Client, StartReplica, quick_settings
 from tests.proto.sample_artifact import engine_of
 from tests.router.fleets import fleet_of, named, start_fleet, start_replicas
-from tests.router.gateway_client import CHAT, TEXT, StartGateway, quick_gateway, until_true
+from tests.router.gateway_client import (
+    CHAT,
+    TEXT,
+    StartGateway,
+    chat_body,
+    quick_gateway,
+    until_true,
+)
 from tests.router.killable_redis import KillableRedis
 from tests.router.stored_cartridges import digest_of, put_cartridge
+from tests.router.stub_engine import StartStub, answer_ok
 
 ALIAS = "harbour-rules@1"
 OTHER = sha256_digest(b"other")
@@ -398,6 +407,52 @@ async def test_a_prefix_whole_in_hbm_is_known_by_its_composition(
     request = parse_request(Route.CHAT, b'{"model":"any"}', {})
     placements = [placer.place(request, selection) for selection in selections for _ in range(2)]
     assert {placement.replica for placement in placements[:2]} == {warm}
-    assert placements[0].tiers == {warm: Tier.HBM, cold: Tier.DRAM}
+    tiers = [
+        {candidate.replica: candidate.slowest_tier for candidate in placement.decision.ranking}
+        for placement in placements
+    ]
+    assert tiers[0] == {warm: Tier.HBM, cold: Tier.DRAM}
     # Another scope's prefix is another composition: it shares no block.
-    assert placements[2].tiers == {warm: Tier.DRAM, cold: Tier.DRAM}
+    assert tiers[2] == {warm: Tier.DRAM, cold: Tier.DRAM}
+
+
+async def test_requests_of_a_session_stay_on_one_replica(
+    start_gateway: StartGateway, start_stub: StartStub
+) -> None:
+    """With a policy that keeps them together, by the client's `x-session-id`, in a dry run too."""
+    stubs = [await start_stub(answer_ok) for _ in range(4)]
+    gateway = await start_gateway(quick_gateway(*(stub.url for stub in stubs)))
+    homes = set()
+    for number in range(8):
+        headers = {"x-session-id": f"conversation-{number}", "x-cartridge-policy": "session_hash"}
+        replies = [await gateway.post(CHAT, chat_body(), headers) for _ in range(3)]
+        dry = await gateway.post("/v1/cartridges/explain", chat_body(), headers)
+        places = {reply.headers["x-cartridge-replica"] for reply in replies}
+        assert places == {dry.json["placement"]["replica"]}
+        homes |= places
+    assert len(homes) > 1
+
+
+def test_who_is_able_is_asked_again_when_the_fleet_changes(
+    session: aiohttp.ClientSession,
+) -> None:
+    """What is remembered of one kind of request ends with each change of health or models."""
+    residency = ResidencyMap(key=None, settings=ResidencySettings())
+    fleet = fleet_of(session, {ReplicaId(name): f"http://{name}" for name in "ab"})
+    for replica in fleet.replicas:
+        replica.is_healthy = True
+    placer = Placer(fleet=fleet, residency=residency, settings=PlacementSettings())
+    request = parse_request(Route.CHAT, b'{"model":"any"}', {})
+
+    def able() -> set[str]:
+        ranking = placer.place(request, NO_CARTRIDGES).decision.ranking
+        return {str(candidate.replica) for candidate in ranking}
+
+    assert able() == {"a", "b"}
+    fleet.note_connect_failure(fleet.replicas[0])
+    assert able() == {"b"}
+    fleet.add(ReplicaId("c"), "http://c")
+    assert able() == {"b"}
+    fleet.remove(ReplicaId("b"))
+    with pytest.raises(NoEligibleReplica):
+        able()

@@ -16,7 +16,7 @@ let answeredAt = null;
 let mustShowAll = false;
 let last = null;
 const polls = [];
-const termNames = ["queue", "load", "prefill"];
+const termNames = ["queue", "load", "prefill", "interference", "copy"];
 const drawn = new Map();
 const decisionNodes = new Map();
 

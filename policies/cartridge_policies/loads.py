@@ -1,0 +1,243 @@
+"""What every replica is busy with, as numbers that change with each request.
+
+Owns one row for each replica: requests, predicted seconds of work before their first tokens, bytes
+on the way. Refuses clocks: whoever books says when. Arrays are kept up to date row by row, so that
+a decision over a thousand replicas reads them as they are.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cartridge_policies.rates import PRIORS, ReplicaRates
+from cartridge_policies.types import Demand
+from cartridge_proto.digest import Digest
+from cartridge_proto.residency import TIERS_FASTEST_FIRST, ReplicaId, Tier
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
+
+NUMBERS: Final = (
+    "in_flight",
+    "pending",
+    "pending_s",
+    "pending_tokens",
+    "context_tokens",
+    "prefill_base_s",
+    "prefill_s_per_token",
+    "prefill_s_per_token2",
+    "queue_s_per_request",
+    "decode_s_per_context_token",
+    "step_tokens",
+    "num_slots",
+    "slot_s",
+    "copy_s_per_byte",
+)
+"""Columns; from `prefill_base_s` on they are those of `ReplicaRates`."""
+_FIRST_RATE: Final = NUMBERS.index("prefill_base_s")
+
+
+class Row:
+    """The place of one replica; stays valid for its requests after the replica has left."""
+
+    def __init__(self, replica: ReplicaId, rates: ReplicaRates) -> None:
+        self.replica = replica
+        self.rates = rates
+        self.index = -1
+        """In the table's arrays; -1 once it has left."""
+        self.num_in_flight = 0
+        self.num_pending = 0
+        self.pending_s = 0.0
+        self.pending_tokens = 0
+        self.context_tokens = 0
+        self.pending_bytes = dict.fromkeys(TIERS_FASTEST_FIRST, 0)
+
+
+class Booking:
+    """One request on one replica: before its first token, then until its end."""
+
+    def __init__(
+        self,
+        table: "LoadTable",
+        row: Row,
+        demand: Demand,
+        work_s: float,
+        loads: Mapping[Digest, Tier],
+    ) -> None:
+        self.row = row
+        self.was_alone = row.num_in_flight == 0
+        """Nothing else ran when it began: what it took tells the replica's rates."""
+        self._table, self._demand, self._work_s, self._loads = table, demand, work_s, loads
+        self._is_pending = True
+        row.num_in_flight += 1
+        row.num_pending += 1
+        row.pending_s += work_s
+        row.pending_tokens += demand.num_live_tokens
+        for artifact in demand.artifacts:
+            if artifact.digest in loads:
+                row.pending_bytes[loads[artifact.digest]] += artifact.size_bytes
+        table.note(row)
+
+    def note_first_token(self) -> None:
+        """Its prefill is done; from now on it decodes."""
+        if not self._is_pending:
+            return
+        self._is_pending = False
+        row = self.row
+        row.num_pending -= 1
+        row.pending_tokens -= self._demand.num_live_tokens
+        row.pending_s = row.pending_s - self._work_s if row.num_pending else 0.0
+        row.context_tokens += self._demand.num_context_tokens
+        for artifact in self._demand.artifacts:
+            tier = self._loads.get(artifact.digest)
+            if tier is not None:
+                row.pending_bytes[tier] -= artifact.size_bytes
+                self._table.note_loaded(artifact.digest, row)
+        self._table.note(row)
+
+    def end(self) -> None:
+        """It is over; once."""
+        self.note_first_token()
+        self.row.num_in_flight -= 1
+        self.row.context_tokens -= self._demand.num_context_tokens
+        self._table.note(self.row)
+
+
+class LoadTable:
+    """Rows of all replicas of a fleet."""
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+        self._by_name: dict[ReplicaId, Row] = {}
+        self._numbers: Floats = np.zeros((len(NUMBERS), 4))
+        self._tiers: Floats = np.zeros((len(TIERS_FASTEST_FIRST), 4, 4))
+        self._loading: dict[Digest, dict[Row, float]] = {}
+        self.edition = 0
+        """Grows when replicas join or leave: indices of rows are of one edition."""
+
+    # --- who is there ----------------------------------------------------------------------------
+    def add(self, replica: ReplicaId, rates: ReplicaRates = PRIORS) -> Row:
+        """A replica joins, idle."""
+        if replica in self._by_name:
+            raise ValueError(f"{replica} is in the table")
+        row = Row(replica, rates)
+        row.index = len(self._rows)
+        self._rows.append(row)
+        self._by_name[replica] = row
+        if row.index == self._numbers.shape[1]:
+            self._numbers = np.concatenate((self._numbers, self._numbers), axis=1)
+            self._tiers = np.concatenate((self._tiers, self._tiers), axis=2)
+        self.set_rates(row, rates)
+        self.note(row)
+        self.edition += 1
+        return row
+
+    def remove(self, row: Row) -> None:
+        """A replica leaves; its running requests go on counting in its row."""
+        last = self._rows.pop()
+        if last is not row:
+            # The last one takes its place: arrays stay without gaps.
+            self._rows[row.index] = last
+            self._numbers[:, row.index] = self._numbers[:, last.index]
+            self._tiers[:, :, row.index] = self._tiers[:, :, last.index]
+            last.index = row.index
+        row.index = -1
+        del self._by_name[row.replica]
+        self.edition += 1
+
+    def find(self, replica: ReplicaId) -> Row | None:
+        """The row of a replica that is there."""
+        return self._by_name.get(replica)
+
+    def rows(self, replicas: Iterable[ReplicaId]) -> Rows:
+        """Indices of replicas, in the order of their names: valid for this edition."""
+        indices = [self._by_name[name].index for name in sorted(replicas)]
+        return np.array(indices, dtype=np.intp)
+
+    def name(self, index: int) -> ReplicaId:
+        """Whose row an index is."""
+        return self._rows[index].replica
+
+    def places(self, rows: Rows) -> Rows:
+        """For each index of the table its place in `rows`, or -1."""
+        places = np.full(len(self._rows), -1, dtype=np.intp)
+        places[rows] = np.arange(len(rows))
+        return places
+
+    # --- what they do ----------------------------------------------------------------------------
+    def set_rates(self, row: Row, rates: ReplicaRates) -> None:
+        """Predict a replica by other rates from now on."""
+        row.rates = rates
+        if row.index < 0:
+            return
+        for place, name in enumerate(NUMBERS[_FIRST_RATE:], _FIRST_RATE):
+            value = getattr(rates, name)
+            self._numbers[place, row.index] = np.inf if value is None else value
+        for place, tier in enumerate(TIERS_FASTEST_FIRST):
+            rate = rates.tiers[tier]
+            self._tiers[place, :3, row.index] = (
+                rate.latency_s,
+                1 / rate.bytes_per_s,
+                rate.s_per_chunk,
+            )
+
+    def book(
+        self, row: Row, demand: Demand, *, tiers: Mapping[Digest, Tier], now_s: float
+    ) -> Booking:
+        """Count a request, at once, so that the next decision sees it.
+
+        `tiers`: where the replica reads each artifact from. One that another request is already
+        bringing is not brought again.
+        """
+        loads = {
+            digest: tier
+            for digest, tier in tiers.items()
+            if tier is not Tier.HBM and row not in self._loading.get(digest, ())
+        }
+        for artifact in demand.artifacts:
+            if artifact.digest in loads:
+                load_s = row.rates.load_s(loads[artifact.digest], artifact.size_bytes)
+                self._loading.setdefault(artifact.digest, {})[row] = now_s + load_s
+        work_s = row.rates.prefill_s(demand.num_live_tokens, demand.num_virtual_tokens)
+        return Booking(self, row, demand, work_s, loads)
+
+    def loading(self, digest: Digest) -> Mapping[Row, float]:
+        """Replicas that are being brought an artifact -> when it is due, by `book`'s clock."""
+        return self._loading.get(digest, {})
+
+    def note_loaded(self, digest: Digest, row: Row) -> None:
+        """It is there, or will not come."""
+        rows = self._loading.get(digest)
+        if rows is not None and rows.pop(row, None) is not None and not rows:
+            del self._loading[digest]
+
+    def note(self, row: Row) -> None:
+        """Write a row's numbers into the arrays."""
+        if row.index < 0:
+            return
+        self._numbers[:_FIRST_RATE, row.index] = (
+            row.num_in_flight,
+            row.num_pending,
+            row.pending_s,
+            row.pending_tokens,
+            row.context_tokens,
+        )
+        self._tiers[:, 3, row.index] = [row.pending_bytes[tier] for tier in TIERS_FASTEST_FIRST]
+
+    # --- for policies ----------------------------------------------------------------------------
+    def column(self, name: str, rows: Rows) -> Floats:
+        """One of `NUMBERS` for some rows."""
+        taken: Floats = self._numbers[NUMBERS.index(name), rows]
+        return taken
+
+    def columns(self, rows: Rows) -> Floats:
+        """All of `NUMBERS` for some rows, [numbers, rows]."""
+        taken: Floats = self._numbers[:, rows]
+        return taken
+
+    def tier_columns(self, rows: Rows) -> Floats:
+        """Latency, seconds per byte and per chunk, bytes on the way: [tiers, 4, rows]."""
+        taken: Floats = self._tiers[:, :, rows]
+        return taken
