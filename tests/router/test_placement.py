@@ -36,7 +36,6 @@ from tests.router.gateway_client import (
     CHAT,
     TEXT,
     StartGateway,
-    chat_body,
     quick_gateway,
     until_true,
 )
