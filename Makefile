@@ -8,10 +8,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine bench-gateway screenshot generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine bench-gateway bench-selection screenshot generate lock
 
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with everything; quick when nothing changed
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" .ci/setup $(VENV)
@@ -52,6 +52,9 @@ bench-engine: setup ## What a Cartridge costs on a real engine, beside a plain p
 bench-gateway: setup ## What a request costs in the gateway, beside its peers
 	@PYTHON="$(PYTHON)" .ci/peers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_gateway $(ARGS)
+
+bench-selection: setup ## Whether the right documents are found, on public sets, and the cost
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_selection $(ARGS)
 
 screenshot: setup ## Make docs/images/ui.png anew, from a staged fleet
 	@.ci/services

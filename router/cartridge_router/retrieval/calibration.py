@@ -1,0 +1,182 @@
+"""What was learnt about one index: weights and thresholds, as plain numbers.
+
+Owns the values, their defaults and their JSON. Refuses code: a stored calibration is data only.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cartridge_router.retrieval.errors import DamagedIndex
+from cartridge_router.retrieval.parts import EXTEND_PARTS, RANK_PARTS, SCOPE_PARTS, SKIP_PARTS
+
+Weights = dict[str, float]
+
+
+@dataclass(frozen=True)
+class KnownQuestion:
+    """A labelled question of an operator: empty `gold` means that no document answers it."""
+
+    question: str
+    gold: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Weights of the parts (logits) and the thresholds on them.
+
+    `scope_threshold` and `extend_threshold` are probabilities; `known` are labelled questions,
+    which score later ones by likeness.
+    """
+
+    prose: Weights
+    lists: Weights
+    scope: Weights
+    extend: Weights
+    skip: Weights
+    scope_threshold: float
+    extend_threshold: float
+    skip_threshold: float
+    known: tuple[KnownQuestion, ...] = field(default=())
+    made_from: str = "defaults"
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads."""
+        return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Calibration":
+        """Read what `to_json` wrote.
+
+        Raises:
+            DamagedIndex: it is not that.
+        """
+        try:
+            given: dict[str, Any] = json.loads(text)
+            known = tuple(
+                KnownQuestion(str(one["question"]), tuple(map(str, one["gold"])))
+                for one in given.pop("known")
+            )
+            made_from = str(given.pop("made_from"))
+            weights = {name: _weights(given.pop(name), parts) for name, parts in _PARTS_OF.items()}
+            thresholds = {name: float(given.pop(name)) for name in _THRESHOLDS}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedIndex(f"calibration: {error!r}") from error
+        if given:
+            raise DamagedIndex(f"calibration: unknown {sorted(given)}")
+        return cls(
+            prose=weights["prose"],
+            lists=weights["lists"],
+            scope=weights["scope"],
+            extend=weights["extend"],
+            skip=weights["skip"],
+            scope_threshold=thresholds["scope_threshold"],
+            extend_threshold=thresholds["extend_threshold"],
+            skip_threshold=thresholds["skip_threshold"],
+            known=known,
+            made_from=made_from,
+        )
+
+
+_PARTS_OF = {
+    "prose": RANK_PARTS,
+    "lists": RANK_PARTS,
+    "scope": ("bias", *SCOPE_PARTS),
+    "extend": ("bias", *EXTEND_PARTS),
+    "skip": ("bias", *SKIP_PARTS),
+}
+_THRESHOLDS = ("scope_threshold", "extend_threshold", "skip_threshold")
+
+
+def _weights(given: Mapping[str, Any], parts: tuple[str, ...]) -> Weights:
+    if set(given) != set(parts):
+        raise ValueError(f"weights of {sorted(given)}, not of {sorted(parts)}")
+    return {name: float(given[name]) for name in parts}
+
+
+def _complete(parts: tuple[str, ...], given: Weights) -> Weights:
+    return {name: given.get(name, 0.0) for name in parts}
+
+
+DEFAULTS = Calibration(
+    prose=_complete(
+        RANK_PARTS,
+        {
+            "dense_max": 4.0,
+            "bm25_passage": 4.0,
+            "bm25_document": 1.25,
+            "title_mention": 1.5,
+            "mention_share": 1.0,
+            "period": 4.0,
+            "known_question": 3.0,
+        },
+    ),
+    lists=_complete(
+        RANK_PARTS,
+        {
+            "dense_max": 2.4,
+            "dense_mean": 6.7,
+            "dense_card": 2.6,
+            "bm25_document": 2.2,
+            "period": 4.0,
+            "known_question": 8.0,
+        },
+    ),
+    scope=_complete(
+        ("bias", *SCOPE_PARTS),
+        {
+            "bias": -4.01,
+            "mean_similarity": 0.24,
+            "max_similarity": 3.36,
+            "card_similarity": 3.59,
+            "nearest_5": 1.97,
+            "nearest_20": 0.37,
+            "background": -0.1,
+            "document_coverage": 1.81,
+            "passage_coverage": 4.6,
+            "document_score": 1.7,
+            "title_mention": 2.2,
+            "question_mass": -2.42,
+            "gap": 1.29,
+            "is_list": -0.23,
+        },
+    ),
+    extend=_complete(
+        ("bias", *EXTEND_PARTS),
+        {
+            "bias": -3.11,
+            "score_gap": 0.33,
+            "similarity_gap": 3.0,
+            "title_mention": 2.86,
+            "link_strength": 6.51,
+            "link_context": 3.5,
+            "link_early": 0.35,
+            "link_crowd": -1.18,
+            "link_back": 1.15,
+            "series": 7.32,
+            "gain": 8.85,
+            "num_passages": -3.23,
+            "size": -0.41,
+            "mentions_left": -0.31,
+            "parallel": 3.16,
+            "finished": -5.3,
+        },
+    ),
+    skip=_complete(
+        ("bias", *SKIP_PARTS),
+        {
+            "bias": -3.57,
+            "passage_margin": 3.56,
+            "document_margin": 0.92,
+            "agree": 1.71,
+            "coverage": 4.98,
+            "mention_share": 5.82,
+            "is_list": 0.28,
+        },
+    ),
+    scope_threshold=0.35,
+    extend_threshold=0.5,
+    skip_threshold=0.9,
+)
+"""One set for all indexes."""
