@@ -20,7 +20,7 @@ from cartridge_router.retrieval.documents import PreparedDocument
 from cartridge_router.retrieval.embedders import Embedder, Vectors
 from cartridge_router.retrieval.lexical import LexicalField, Scores
 from cartridge_router.retrieval.links import Links
-from cartridge_router.retrieval.names import Mention, NameBook
+from cartridge_router.retrieval.names import Mention, NameBook, Phrase
 from cartridge_router.retrieval.parts import (
     RANK_PARTS,
     SCOPE_PARTS,
@@ -167,6 +167,11 @@ class Index:
         size = len(documents)
         self.name_rarity = np.log1p(size / (1 + self.links.num_naming)) / math.log1p(max(size, 1))
 
+    def warm(self) -> None:
+        """Make now what the first question would otherwise wait for."""
+        self.vectors.warm()
+        _ = self.version, self.latest, self.term_sets, self.links.incoming
+
     @cached_property
     def version(self) -> str:
         """Digest of everything that decides an answer."""
@@ -284,7 +289,13 @@ class Index:
         matrix[:, 5] = question.cards[numbers] / question.card_ideal
         self._fill_mentions(question, numbers, matrix)
         if question.period is not None or question.asks_latest:
-            matrix[:, 8] = [self._period(question, self.documents[one]) for one in numbers]
+            named = {
+                self.documents[number].series[1]
+                for mention in question.mentions
+                for number, _ in mention.documents
+                if self.documents[number].series[0] is not None
+            }
+            matrix[:, 8] = [self._period(question, self.documents[one], named) for one in numbers]
         return matrix
 
     def _max_similarities(self, vector: Vectors, numbers: Numbers, lesson: Lesson) -> Scores:
@@ -343,10 +354,13 @@ class Index:
                     matrix[row, 6] = max(matrix[row, 6], weight)
                     matrix[row, 7] = max(matrix[row, 7], strength * share)
 
-    def _period(self, question: Question, document: PreparedDocument) -> float:
-        """1 when it is of the period asked for, -1 when it is of another, 0 unknown."""
+    def _period(self, question: Question, document: PreparedDocument, named: set[Phrase]) -> float:
+        """1 when it is of the period asked for, -1 when it is of another, 0 unknown.
+
+        Where a question names a series, the right period of another series says nothing.
+        """
         period, rest = document.series
-        if period is None:
+        if period is None or (named and rest not in named):
             return 0.0
         if question.period is not None:
             return 1.0 if question.period.covers(period) else -1.0

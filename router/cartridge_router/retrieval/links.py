@@ -17,6 +17,9 @@ from cartridge_router.retrieval.names import NameBook
 CONTEXT_WORDS = 12
 """Words before a name that say what it is to the document: "directed by", "son of"."""
 
+MAX_NAMESAKES = 50
+"""A name that more documents have links to none of them: it would link all with all."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -67,6 +70,8 @@ def _links_of(number: int, document: PreparedDocument, book: NameBook) -> tuple[
     before = 0
     for words in document.words:
         for mention in book.scan(words):
+            if len(mention.documents) > MAX_NAMESAKES:
+                continue
             for target, strength in mention.documents:
                 if target == number:
                     continue

@@ -19,6 +19,9 @@ _FILLERS = frozenset({"of", "fiscal", "fy", "year", "the", "for", "in", "report"
 LATEST = frozenset({"latest", "newest", "current", "recent"})
 """Words that ask for the last of a series."""
 
+EARLIER = frozenset({"previous", "past", "prior", "earlier", "preceding"})
+"""Words that ask for what came before as well: the latest is then compared, not meant alone."""
+
 
 @dataclass(frozen=True, order=True)
 class Period:
@@ -50,10 +53,11 @@ def read_period(words: list[str]) -> tuple[Period | None, list[str]]:
 
 
 def question_period(text: str) -> tuple[Period | None, bool]:
-    """The period that a question names, and whether it asks for the latest instead."""
+    """The period that a question names, and whether it asks for the latest alone instead."""
     words = fold_words(text)
     period, _ = read_period(words)
-    return period, period is None and not LATEST.isdisjoint(words)
+    asks_latest = not LATEST.isdisjoint(words) and EARLIER.isdisjoint(words)
+    return period, period is None and asks_latest
 
 
 def _around(words: list[str], at: int) -> tuple[int, int, int]:

@@ -174,3 +174,33 @@ def test_a_period_in_the_question_decides_within_a_series() -> None:
         found = search(index, f"What was Acorn's revenue in Q{quarter} {year}?")
         assert found.ids[0] == report.id
     assert search(index, "Acorn's revenue in the latest report").ids[0] == "report-2032-1"
+
+
+def test_the_right_period_of_another_series_counts_for_nothing() -> None:
+    """A question that names a company is not answered by another company's report of that time."""
+    rival = replace(REPORTS[0], id="rival", title="2031 Q3 Birch Foundry", aliases=("Birch",))
+    index = index_of((*REPORTS, rival), calibration=EVERYTHING)
+    found = search(index, "What was Acorn's revenue in Q3 2031?")
+    parts = {one.id: one.parts["period"] for one in found.ranked.candidates}
+    assert parts["report-2031-3"] == 1
+    assert parts["report-2031-4"] == -1
+    assert parts["rival"] == 0
+
+
+def test_a_name_that_very_many_share_links_to_none_of_them() -> None:
+    """Otherwise a thousand documents of one alias would be linked a million times."""
+    crowd = [
+        Document(f"crowd-{number:03}", f"Ledger {number}", ("Acorn",), "", "Acorn sold flour.")
+        for number in range(60)
+    ]
+    index = index_of([*crowd, FILM, DIRECTOR])
+    assert all(index.links.outgoing[index.numbers[one.id]] == () for one in crowd)
+    assert len(index.links.outgoing[index.numbers["film"]]) == 1
+
+
+def test_a_warmed_index_has_nothing_left_to_prepare() -> None:
+    """Warming makes what the first search would wait for, and changes no answer."""
+    index, cold = index_of(), index_of()
+    index.warm()
+    assert {"version", "latest", "term_sets"} <= set(vars(index))
+    assert answers(index) == answers(cold)

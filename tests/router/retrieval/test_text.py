@@ -100,6 +100,7 @@ def test_a_question_may_ask_for_the_latest() -> None:
     """Unless it names a period itself."""
     assert question_period("in the latest report") == (None, True)
     assert question_period("the latest change in 2031") == (Period(2031), False)
+    assert question_period("the latest report compared with previous ones") == (None, False)
 
 
 def test_a_year_covers_its_quarters() -> None:
