@@ -5,6 +5,7 @@ overlap: a fact is found by the passage that holds it, and every passage costs a
 """
 
 import hashlib
+import re
 
 PASSAGE_WORDS = 128
 """About what a 256-token embedder reads of English; longer pieces would be cut by it."""
@@ -14,8 +15,10 @@ MIN_TAIL_WORDS = 24
 
 MIN_LIST_LINES = 4
 MAX_LIST_LINE_WORDS = 32
-MAX_LIST_MEAN_WORDS = 12
+MAX_LIST_MEAN_WORDS = 16
 """Lines this short and this many are entries on their own: sample questions, commands, rows."""
+
+_TWO_SENTENCES = re.compile(r"[.!?…]\W*\s\W*\w")
 
 
 def split_passages(text: str) -> tuple[str, ...]:
@@ -38,12 +41,15 @@ def content_digest(text: str) -> str:
 
 
 def is_list(text: str) -> bool:
-    """Whether a text is a list of short lines, each an entry on its own."""
-    lengths = [line.count(" ") + 1 for line in _lines(text)]
+    """Whether a text is a list of short lines, each an entry of one sentence on its own."""
+    lines = _lines(text)
+    lengths = [line.count(" ") + 1 for line in lines]
     return (
         len(lengths) >= MIN_LIST_LINES
         and max(lengths) <= MAX_LIST_LINE_WORDS
         and sum(lengths) <= MAX_LIST_MEAN_WORDS * len(lengths)
+        # A conversation has short lines too, but says several things in one.
+        and 5 * sum(bool(_TWO_SENTENCES.search(line)) for line in lines) <= len(lines)
     )
 
 

@@ -28,6 +28,12 @@ def test_a_list_of_short_lines_is_cut_by_line() -> None:
     )
 
 
+def test_a_conversation_is_no_list() -> None:
+    """Its lines are short, but each says more than one thing: they are read together."""
+    text = "Ann: Hello! Are you in?\nBob: Yes. Come up.\nAnn: Fine! One minute.\nBob: Good."
+    assert split_passages(text) == (" ".join(text.split()),)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
