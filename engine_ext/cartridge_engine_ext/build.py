@@ -60,6 +60,10 @@ class Source:
     instruction: str = DEFAULT_INSTRUCTION
     owner: str = "public"
     readers: tuple[str, ...] = ("*",)
+    aliases: tuple[str, ...] = ()
+    """Other names, on its card."""
+    keeps_text: bool = True
+    """Whether the text lies in the store too, for selection."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class Builder:
             access=Access(owner=source.owner, readers=list(source.readers)),
             card=Card(
                 title=source.title or source.name,
-                aliases=[],
+                aliases=list(source.aliases),
                 sentence=source.sentence,
                 language="en",
             ),
@@ -185,6 +189,8 @@ class Builder:
             probe=probe,
             created_at=_now(),
         )
+        if source.keeps_text:
+            self._store.put_blob(source.text.encode())
         self._store.put_blob(payload.data)
         digest = self._store.put_manifest(manifest)
         self._store.set_alias(manifest.alias, digest)

@@ -64,6 +64,12 @@ class BuildCommand:
             choices=["full", "e4m3"],
             help="e4m3: 8 bits for each value, with scales; default: full",
         )
+        add(
+            "--no-text",
+            action="store_true",
+            help="do not keep the text in the store: selection then knows the title and sentence",
+        )
+        add("--alias", action="append", default=[], help="other names of all, for selection")
         add("--no-weights-digest", action="store_true", help="do not hash the model's weights")
         add("--json", action="store_true", help="print one JSON object for each Cartridge")
 
@@ -107,6 +113,8 @@ class BuildCommand:
                         instruction=instruction,
                         owner=args.owner,
                         readers=tuple(args.reader or ["*"]),
+                        aliases=tuple(args.alias),
+                        keeps_text=not args.no_text,
                     )
                 )
                 _print_built(built, as_json=args.json)

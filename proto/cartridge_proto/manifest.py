@@ -241,6 +241,10 @@ class Training(_Part, frozen=True, kw_only=True):
     final_loss: float
 
 
+MAX_SOURCE_BYTES = 64 << 20
+"""Of a document's text in a store, where it is a blob under its `source_digest`."""
+
+
 class Provenance(_Part, frozen=True, kw_only=True):
     """Where the bytes come from."""
 

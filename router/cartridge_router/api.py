@@ -6,6 +6,7 @@ a replica itself.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import http
 import logging
@@ -30,8 +31,12 @@ from cartridge_router.dialects import DIALECTS, Dialect
 from cartridge_router.doors import Doors
 from cartridge_router.drain import Drain
 from cartridge_router.errors import (
+    CartridgeNotServed,
+    ContextTooLong,
+    IncompatibleCartridge,
     InvalidRequest,
     MethodNotAllowed,
+    NoEligibleReplica,
     RequestTimeout,
     RequestTooLarge,
     RouterError,
@@ -39,6 +44,7 @@ from cartridge_router.errors import (
     UnknownPath,
     UnknownReceipt,
 )
+from cartridge_router.finding import Finder
 from cartridge_router.fleet import Fleet, ServedModel
 from cartridge_router.forwarding import Exchange, Forwarder, Outgoing
 from cartridge_router.limits import Limits
@@ -49,7 +55,7 @@ from cartridge_router.placement import Placement, Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.request import ParsedRequest, Route, engine_body, parse_request
 from cartridge_router.residency_map import ResidencyMap
-from cartridge_router.selection import Selection, Selector
+from cartridge_router.selection import NO_CARTRIDGES, SelectedBy, Selection, Selector
 from cartridge_router.settings import Settings
 from cartridge_router.siblings import Siblings
 from cartridge_router.steering import Steering, read_steering
@@ -73,6 +79,15 @@ _CLIENT_CLOSED_REQUEST = 499
 _SEPARATOR: Final = re.compile(r"[/\\]")
 _FOR_OPERATORS: Final = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Change an engine for everybody."""
+UNUSABLE: Final = dataclasses.replace(NO_CARTRIDGES, basis="unusable")
+"""What was found could not be used, and the request goes without."""
+_OF_CARTRIDGES: Final = (
+    CartridgeNotServed,
+    ContextTooLong,
+    IncompatibleCartridge,
+    NoEligibleReplica,
+)
+"""What a request may fail with for the Cartridges that were found for it."""
 MAX_EXPLAINED: Final = 8
 """Candidates in a header: clients take heads of some kilobytes."""
 _REPEATABLE: Final = re.compile(r"[ -~]{1,128}")
@@ -90,6 +105,7 @@ class Services:
     residency: ResidencyMap
     fleet: Fleet
     selector: Selector
+    finder: Finder
     placer: Placer
     admission: Admission
     forwarder: Forwarder
@@ -128,6 +144,16 @@ class _Asked:
         if self.deadline_s is None:
             return limit_ms
         return min(limit_ms, max(1, int((self.deadline_s - time.monotonic()) * 1000)))
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Who is told how one request goes; `read_s` is when its body was there."""
+
+    exchange: Exchange
+    logged: LoggedRequest
+    span: Span
+    read_s: float
 
 
 class Api:
@@ -186,22 +212,22 @@ class Api:
                 exchange.headers |= await self._services.limits.spend(
                     tenant, asked.parsed.num_tokens
                 )
-                selection = self._services.selector.select(asked.parsed, tenant.name)
+                selection = await self._select(asked.parsed, tenant.name, asked.steering.session)
+                own_headers = dict(exchange.headers)
                 self._services.decisions.add(logged, asked.parsed, selection, tenant.name)
-                placement, queued_s = await self._services.admission.place(
-                    _ticket(asked, selection), functools.partial(self._place, asked, selection)
-                )
-                logged.place(placement, queued_s)
-                _describe(span, asked.parsed, selection, placement)
-                outgoing = self._outgoing(request, asked, selection, placement)
-                overhead_s = time.monotonic() - read_s - (queued_s or 0.0)
-                exchange.headers.update(
-                    _told(asked, selection, placement, outgoing, overhead_s, queued_s)
-                )
-                self._services.metrics.overhead_seconds.observe(overhead_s)
-                if queued_s is not None:
-                    self._services.metrics.queue_seconds.observe(queued_s)
-                response = await self._services.forwarder.forward(request, outgoing, exchange)
+                try:
+                    response = await self._place_and_forward(
+                        request, asked, selection, _Told(exchange, logged, span, read_s)
+                    )
+                except _OF_CARTRIDGES as error:
+                    if selection.how is not SelectedBy.SEMANTIC:
+                        raise
+                    # Nobody asked for them: the question is answered without.
+                    logger.warning("request %s goes without Cartridges: %s", request_id, error)
+                    selection, exchange.headers = UNUSABLE, own_headers
+                    response = await self._place_and_forward(
+                        request, asked, selection, _Told(exchange, logged, span, read_s)
+                    )
                 status = response.status
             except RouterError as error:
                 status = error.status
@@ -217,6 +243,31 @@ class Api:
                     _describe_end(span, status, request_id)
                 self._count(route, selection, status, exchange, logged)
         return response
+
+    async def _select(self, parsed: ParsedRequest, tenant: str, session: str | None) -> Selection:
+        """The Cartridges that the request names, or those found for its question."""
+        finder = self._services.finder
+        if not finder.is_asked(parsed):
+            return self._services.selector.select(parsed, tenant)
+        models = self._services.placer.models_of(parsed.model)
+        return await finder.find(parsed, tenant=tenant, models=models, session=session)
+
+    async def _place_and_forward(
+        self, request: web.Request, asked: "_Asked", selection: Selection, told: "_Told"
+    ) -> web.StreamResponse:
+        exchange, metrics = told.exchange, self._services.metrics
+        placement, queued_s = await self._services.admission.place(
+            _ticket(asked, selection), functools.partial(self._place, asked, selection)
+        )
+        told.logged.place(placement, queued_s)
+        _describe(told.span, asked.parsed, selection, placement)
+        outgoing = self._outgoing(request, asked, selection, placement)
+        overhead_s = time.monotonic() - told.read_s - (queued_s or 0.0)
+        exchange.headers.update(_told(asked, selection, placement, outgoing, overhead_s, queued_s))
+        metrics.overhead_seconds.observe(overhead_s)
+        if queued_s is not None:
+            metrics.queue_seconds.observe(queued_s)
+        return await self._services.forwarder.forward(request, outgoing, exchange)
 
     async def _read_body(self, request: web.Request) -> bytes:
         limit, clients = self._services.settings.max_body_bytes, self._services.settings.clients
@@ -327,15 +378,26 @@ class Api:
             data = await self._read_body(request)
             parsed = parse_request(route, data, request.headers, is_trusted=tenant.is_trusted)
         steering = read_steering(request.headers, tenant.max_priority)
-        selection = self._services.selector.select(parsed, tenant.name)
-        placement = self._services.placer.place(
-            parsed, selection, policy=steering.policy, session=steering.session
+        place = functools.partial(
+            self._services.placer.place,
+            parsed,
+            policy=steering.policy,
+            session=steering.session,
         )
+        selection = await self._select(parsed, tenant.name, steering.session)
+        try:
+            placement = place(selection)
+        except _OF_CARTRIDGES:
+            if selection.how is not SelectedBy.SEMANTIC:
+                raise
+            selection = UNUSABLE
+            placement = place(selection)
         return json_response(
             {
                 "object": "cartridge.explanation",
                 "selection": {
                     "how": selection.how.value,
+                    "basis": selection.basis,
                     "cartridges": [
                         {"alias": c.manifest.alias, "digest": c.digest}
                         for c in selection.cartridges
@@ -545,7 +607,7 @@ def _told(
     told = {
         names.HEADER_REPLICA: placement.replica,
         names.HEADER_DECISION: placement.reason,
-        names.HEADER_SELECTION: selection.how.value,
+        names.HEADER_SELECTION: selection.told,
         names.HEADER_OVERHEAD_MS: f"{overhead_s * 1000:.2f}",
     }
     if queued_s is not None:

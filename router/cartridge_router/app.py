@@ -31,6 +31,7 @@ from cartridge_router.discovery.watched_file import WatchedFile
 from cartridge_router.doors import Doors, most_connections
 from cartridge_router.drain import Drain
 from cartridge_router.errors import ConfigurationError
+from cartridge_router.finding import Finder, SearchOutcome
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder
 from cartridge_router.limits import Limits
@@ -39,6 +40,7 @@ from cartridge_router.logs import configure_logging, server_logger
 from cartridge_router.placement import Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
+from cartridge_router.retrieval.errors import ExtraMissing
 from cartridge_router.roster import Source
 from cartridge_router.selection import Selector
 from cartridge_router.settings import KubernetesSettings, Settings, UpstreamClientName
@@ -104,6 +106,8 @@ async def running_services(
                 settings, key, session, client, login, tracer, drain, worker
             )
             stack.callback(services.catalog.close)
+            stack.callback(services.finder.close)
+            await asyncio.to_thread(_load_finder, services.finder)
             if services.siblings is not None:
                 await services.siblings.catch_up()
             await services.tenants.read_first()
@@ -177,6 +181,16 @@ def _construct(
             changes=lambda: fleet.changes,
             follow=fleet.follow,
         )
+    selector = Selector(
+        catalog,
+        allow_uncertified_composition=settings.cartridges.allow_uncertified_composition,
+    )
+    finder = Finder(
+        catalog=catalog,
+        selector=selector,
+        settings=settings.selection,
+        on_search=functools.partial(_count_search, metrics),
+    )
     services = Services(
         live=LiveSettings(settings),
         tenants=tenants,
@@ -184,10 +198,8 @@ def _construct(
         catalog=catalog,
         residency=residency,
         fleet=fleet,
-        selector=Selector(
-            catalog,
-            allow_uncertified_composition=settings.cartridges.allow_uncertified_composition,
-        ),
+        selector=selector,
+        finder=finder,
         placer=Placer(fleet=fleet, residency=residency, settings=settings.placement),
         admission=admission,
         forwarder=Forwarder(
@@ -210,7 +222,7 @@ def _construct(
         siblings=siblings,
     )
 
-    jobs: list[Job] = [*sources, fleet.watch, admission.run, catalog.run]
+    jobs: list[Job] = [*sources, fleet.watch, admission.run, catalog.run, finder.run]
     if login.files:
         failed = metrics.reload_failures.labels("engines")
         renewed = Renewed("engines", login.files, login.renew, failed.inc)
@@ -224,6 +236,23 @@ def _construct(
     if signing_keys is not None:
         jobs.append(signing_keys.run)
     return services, jobs
+
+
+def _load_finder(finder: Finder) -> None:
+    """Have the packages of selection there before anything is served.
+
+    Raises:
+        ConfigurationError: selection is on, and they are not installed.
+    """
+    try:
+        finder.load()
+    except (ExtraMissing, FileNotFoundError) as error:
+        raise ConfigurationError([f"selection.enabled: {error}"]) from error
+
+
+def _count_search(metrics: Metrics, outcome: SearchOutcome, seconds: float) -> None:
+    metrics.searches.labels(outcome.value).inc()
+    metrics.search_seconds.observe(seconds)
 
 
 def _counted(metrics: Metrics, receipts: ReceiptBook) -> Callable[[Receipt], None]:
@@ -422,6 +451,7 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
     services.selector.allow_uncertified_composition = (
         settings.cartridges.allow_uncertified_composition
     )
+    services.finder.settings = settings.selection
     services.admission.settings = settings.admission
     services.placer.configure(settings.placement)
     services.forwarder.configure(settings.forwarding, settings.clients.write_timeout_s)

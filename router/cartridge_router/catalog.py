@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cartridge_proto.digest import Digest
-from cartridge_proto.manifest import Manifest
-from cartridge_proto.stores import CorruptStore, Store, StoreError, StoreUnavailable
+from cartridge_proto.digest import Digest, parse_digest
+from cartridge_proto.manifest import MAX_SOURCE_BYTES, Manifest
+from cartridge_proto.stores import CorruptStore, NotInStore, Store, StoreError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,32 @@ class Catalog:
     def manifest(self, digest: Digest) -> Manifest | None:
         """A manifest, whoever may use it: for operators; `None` if there is none."""
         return self._snapshot.manifests.get(digest)
+
+    def newest_for(self, tenant: str) -> list[tuple[str, Cartridge]]:
+        """Of each name the version made last that a tenant may use, with its alias, by alias."""
+        newest: dict[str, tuple[str, Cartridge]] = {}
+        for alias, cartridge in self.visible_to(tenant):
+            manifest = cartridge.manifest
+            known = newest.get(manifest.name)
+            if known is None or known[1].manifest.created_at < manifest.created_at:
+                newest[manifest.name] = alias, cartridge
+        return sorted(newest.values(), key=lambda pair: pair[0])
+
+    def read_text(self, manifest: Manifest) -> str | None:
+        """The document that a Cartridge was made of, if the store has it. Blocks.
+
+        Raises:
+            StoreError: the store cannot be asked, or has something else under that name.
+        """
+        if self._store is None:
+            return None
+        try:
+            data = self._store.read_small_blob(
+                parse_digest(manifest.provenance.source_digest), MAX_SOURCE_BYTES
+            )
+        except NotInStore:
+            return None
+        return data.decode("utf-8", "replace")
 
     async def refresh(self) -> None:
         """Read what is new in the store."""

@@ -17,7 +17,7 @@ from cartridge_router.errors import RouterError
 from cartridge_router.forwarding import Exchange
 from cartridge_router.placement import Placement
 from cartridge_router.request import ParsedRequest
-from cartridge_router.selection import NO_CARTRIDGES, Selection
+from cartridge_router.selection import Selection
 
 MAX_REQUESTS: Final = 100
 MAX_CANDIDATES: Final = 8
@@ -94,7 +94,7 @@ class DecisionLog:
         logged.at_s = time.time()
         logged.model, logged.tenant = parsed.model[:MAX_TEXT], tenant[:MAX_TEXT]
         logged.selected_by = selection.how.value
-        if selection is not NO_CARTRIDGES:
+        if selection.cartridges:
             logged.cartridges = tuple(c.manifest.alias for c in selection.cartridges)
             self.hot.note(c.digest for c in selection.cartridges)
         self._ring.append(logged)

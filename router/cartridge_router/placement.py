@@ -36,7 +36,7 @@ from cartridge_router.errors import (
 from cartridge_router.fleet import Fleet, Replica, ServedModel
 from cartridge_router.request import ParsedRequest
 from cartridge_router.residency_map import ResidencyMap
-from cartridge_router.selection import Selection
+from cartridge_router.selection import ModelKey, Selection, model_key
 from cartridge_router.settings import PlacementSettings
 
 MAX_KINDS: Final = 10_000
@@ -185,6 +185,15 @@ class Placer:
             self._able.clear()
         self._able[key] = able
         return able
+
+    def models_of(self, model: str) -> frozenset[ModelKey]:
+        """What Cartridges for a model must be made of, by the engines that serve it."""
+        registrations = (
+            self._map.registration(replica.replica)
+            for replica in self._fleet.replicas
+            if replica.is_healthy and replica.serves(model)
+        )
+        return frozenset(model_key(each.engine.model) for each in registrations if each is not None)
 
     def _outliers(self, able: _Able) -> dict[ReplicaId, str]:
         """Replicas to leave alone, and why, while there are others that are able."""

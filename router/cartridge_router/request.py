@@ -105,6 +105,8 @@ class ParsedRequest:
     """Longest answer that the request allows; 0 where it sets no limit."""
     num_choices: int = 1
     """Answers that are asked for (`n`)."""
+    can_take_prefix: bool = True
+    """False where it wants what a prefix without token ids cannot give."""
 
     @property
     def num_tokens(self) -> int:
@@ -152,8 +154,9 @@ def parse_request(
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error)) from error
     cartridge_ids = _cartridge_ids(fields.cartridge_ids, headers.get(HEADER_CARTRIDGE_IDS))
-    if cartridge_ids:
-        _refuse_without_prefix(fields)
+    hindrance = _hindrance_to_prefix(fields)
+    if cartridge_ids and hindrance is not None:
+        raise hindrance
     return ParsedRequest(
         route=route,
         body=body,
@@ -162,6 +165,7 @@ def parse_request(
         num_live_tokens=len(data) // BYTES_PER_TOKEN,
         num_output_tokens=_num_output_tokens(fields, body),
         num_choices=int(min(max(1.0, fields.n or 1.0), MAX_CHOICES)),
+        can_take_prefix=hindrance is None,
     )
 
 
@@ -238,23 +242,24 @@ def _cartridge_ids(field: list[str] | None, header: str | None) -> tuple[str, ..
     return tuple(field)
 
 
-def _refuse_without_prefix(fields: _Fields) -> None:
-    """Refuse what needs token ids of the prefix, or would silently leave the prefix out."""
+def _hindrance_to_prefix(fields: _Fields) -> InvalidRequest | None:
+    """What needs token ids of the prefix, or would silently leave the prefix out."""
     if fields.prompt_logprobs is not None:
-        raise InvalidRequest(
+        return InvalidRequest(
             "prompt_logprobs cannot be given with Cartridges: their positions have no tokens",
             param="prompt_logprobs",
         )
     if fields.echo:
-        raise InvalidRequest(
+        return InvalidRequest(
             "echo cannot be given with Cartridges: their positions have no text", param="echo"
         )
     if fields.use_beam_search:
-        raise InvalidRequest(
+        return InvalidRequest(
             "use_beam_search cannot be given with Cartridges: vLLM starts each beam as a request "
             "without its prefix",
             param="use_beam_search",
         )
+    return None
 
 
 def engine_body(

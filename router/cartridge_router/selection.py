@@ -20,7 +20,12 @@ from cartridge_proto.composition import (
     model_fingerprint,
 )
 from cartridge_proto.digest import Digest
-from cartridge_proto.manifest import CompositionClass, ConventionKind, PositionLayout
+from cartridge_proto.manifest import (
+    CompositionClass,
+    ConventionKind,
+    ModelIdentity,
+    PositionLayout,
+)
 from cartridge_proto.names import FIELD_CARTRIDGE_IDS
 from cartridge_router.catalog import Cartridge, Catalog
 from cartridge_router.dialects import DIALECTS
@@ -35,7 +40,17 @@ class SelectedBy(StrEnum):
     """How the set was found."""
 
     EXPLICIT = "explicit"
+    SEMANTIC = "semantic"
     NONE = "none"
+
+
+ModelKey = tuple[str, str, str]
+"""Architecture, digests of configuration and tokenizer: what an artifact and an engine share."""
+
+
+def model_key(model: ModelIdentity) -> ModelKey:
+    """What tells whether an artifact may serve with a model, adapters left aside."""
+    return model.architecture, model.config_digest, model.tokenizer_digest
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,13 @@ class Selection:
     scope: str
     is_certified: bool = True
     """False when isolated artifacts are joined because the operator allows it."""
+    basis: str = ""
+    """Of a search: how sure it is, and in which index it looked."""
+
+    @property
+    def told(self) -> str:
+        """How the set was found, for the client."""
+        return "; ".join(part for part in (self.how.value, self.basis) if part)
 
     @property
     def num_tokens(self) -> int:
@@ -163,6 +185,25 @@ class Selector:
             tenant,
             is_certified,
         )
+
+    def join_found(self, found: Sequence[Cartridge], tenant: str, basis: str) -> Selection:
+        """A set that a search found, or of one that cannot be joined its first Cartridge."""
+        while found:
+            try:
+                _check_same_model(tuple(found))
+                is_certified = self._check_joinable(tuple(found))
+            except IncompatibleCartridge:
+                found = found[: len(found) - 1]
+                continue
+            return Selection(
+                tuple(found),
+                found[0].manifest.composition.position_layout,
+                SelectedBy.SEMANTIC,
+                tenant,
+                is_certified,
+                basis,
+            )
+        return NO_CARTRIDGES
 
     def _find(self, name: str, tenant: str) -> Cartridge:
         cartridge = self._catalog.find(name, tenant)

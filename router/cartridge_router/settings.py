@@ -131,6 +131,25 @@ class CartridgeSettings(_Section, frozen=True, kw_only=True):
     """How often the store is looked through for new aliases."""
 
 
+class SelectionSettings(_Section, frozen=True, kw_only=True):
+    """Cartridges for requests that name none (docs/selection.md)."""
+
+    enabled: bool = False
+    routes: list[str] = msgspec.field(
+        default_factory=lambda: ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
+    )
+    """On which of them; a client switches it off for one request by `cartridge_ids: []`."""
+    max_cartridges: Annotated[int, msgspec.Meta(ge=1, le=8)] = 4
+    max_tokens: PositiveCount = 16_384
+    """Of all Cartridges of one request."""
+    deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 100
+    """A search that takes longer finds nothing."""
+    embedder: str = "minilm-int8"
+    """Or the folder of a model that sentence-transformers reads."""
+    max_audiences: Annotated[int, msgspec.Meta(ge=1)] = 64
+    """Indexes that are kept: one for each tenant and kind of prompt that asks."""
+
+
 class ResidencySettings(_Section, frozen=True, kw_only=True):
     """How far the map is believed."""
 
@@ -331,6 +350,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     placement: PlacementSettings = PlacementSettings()
     admission: AdmissionSettings = AdmissionSettings()
     cartridges: CartridgeSettings = CartridgeSettings()
+    selection: SelectionSettings = SelectionSettings()
     residency: ResidencySettings = ResidencySettings()
     fleet: FleetSettings = FleetSettings()
     drain: DrainSettings = DrainSettings()

@@ -145,6 +145,8 @@ class ExplainedSelection(Shape, frozen=True, kw_only=True):
     """Which Cartridges a request would use, and why."""
 
     how: SelectedBy
+    basis: str
+    """Of a search: how it ended, how sure it is, and in which index it looked."""
     cartridges: list[Selected]
     num_tokens: int
     layout: PositionLayout

@@ -33,6 +33,7 @@ OTHER = "other"
 
 _NO_TRACER: Final = NoOpTracer()
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SEARCH_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1.0)
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 
 
@@ -168,6 +169,18 @@ class Metrics:
             names.METRIC_QUEUE_SECONDS,
             "Time that requests which had to wait for room have waited until they got it.",
             buckets=_SECONDS,
+            registry=registry,
+        )
+        self.searches = Counter(
+            names.METRIC_SEARCHES,
+            "Searches for Cartridges by how they ended.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.search_seconds = Histogram(
+            names.METRIC_SEARCH_SECONDS,
+            "How long a search for Cartridges took, its waiting included.",
+            buckets=_SEARCH_SECONDS,
             registry=registry,
         )
         self.retries = Counter(

@@ -108,6 +108,26 @@ class StoreContract:
         assert bytes(buffer) == LARGE[offset : offset + count]
         assert sum(counts) == count
 
+    def test_a_text_of_unknown_size_is_read_within_a_limit(self, store: Store) -> None:
+        """As a whole, or not: too large and absent are told apart."""
+        digest = store.put_blob(b"twelve bytes")
+        assert store.read_small_blob(digest, 12) == b"twelve bytes"
+        with pytest.raises(CorruptStore, match="the limit is 11"):
+            store.read_small_blob(digest, 11)
+        with pytest.raises(NotInStore):
+            store.read_small_blob(ABSENT, 12)
+
+    def test_the_text_of_an_artifact_is_copied_with_it(self, store: Store, source: Store) -> None:
+        """Where the source has it; selection reads it at the target."""
+        text = b"Bollard seven is reserved."
+        put_sample(source)
+        provenance = msgspec.structs.replace(
+            MANIFEST.provenance, source_digest=source.put_blob(text)
+        )
+        digest = source.put_manifest(msgspec.structs.replace(MANIFEST, provenance=provenance))
+        copy_artifact(source, store, digest)
+        assert store.read_small_blob(sha256_digest(text), 100) == text
+
     def test_a_range_ends_when_the_reader_has_enough(self, store: Store) -> None:
         """What `on_bytes` raises ends the read, and the store can be used on."""
 

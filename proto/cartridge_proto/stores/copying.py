@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cartridge_proto.digest import Digest, parse_digest
-from cartridge_proto.stores.interface import CorruptStore, Store
+from cartridge_proto.manifest import MAX_SOURCE_BYTES, Manifest
+from cartridge_proto.stores.interface import CorruptStore, NotInStore, Store
 from cartridge_proto.stores.verification import check_alias
 
 
@@ -21,6 +22,19 @@ class Copied:
     copied_bytes: int
     present_bytes: int
     """Bytes of blobs that the target had before."""
+
+
+def _copy_text(source: Store, target: Store, manifest: Manifest) -> int:
+    """Copy the document that an artifact was made of, if it is there; returns its bytes."""
+    digest = parse_digest(manifest.provenance.source_digest)
+    if target.has_blob(digest):
+        return 0
+    try:
+        text = source.read_small_blob(digest, MAX_SOURCE_BYTES)
+    except NotInStore:
+        return 0
+    target.put_blob(text)
+    return len(text)
 
 
 def copy_artifact(
@@ -53,6 +67,7 @@ def copy_artifact(
             source.read_blob_into(parse_digest(blob.sha256), buffer, on_bytes=on_bytes)
             target.put_blob(buffer)
             copied_bytes += blob.size_bytes
+    copied_bytes += _copy_text(source, target, manifest)
     stored = target.put_manifest(manifest)
     if stored != digest:
         raise CorruptStore(f"{digest}: its copy has the digest {stored}")

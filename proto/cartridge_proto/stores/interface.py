@@ -73,6 +73,15 @@ class Store(Protocol):
         """Whether a blob is there; its bytes are not looked at."""
         ...
 
+    def read_small_blob(self, digest: Digest, max_bytes: int) -> bytes:
+        """Read and verify a blob whose size no manifest tells, such as a document's text.
+
+        Raises:
+            NotInStore: no such blob.
+            CorruptStore: it is larger, or the bytes do not hash to the digest.
+        """
+        ...
+
     def read_blob_into(
         self, digest: Digest, buffer: memoryview, *, on_bytes: Callable[[int], None] = ...
     ) -> None:

@@ -154,6 +154,16 @@ class VerifiedStore(abc.ABC):
         return True
 
     @final
+    def read_small_blob(self, digest: Digest, max_bytes: int) -> bytes:
+        """Read and verify a blob whose size no manifest tells."""
+        size_bytes = self._blob_size(parse_digest(digest))
+        if size_bytes > max_bytes:
+            raise CorruptStore(f"blob {digest}: {size_bytes} bytes; the limit is {max_bytes}")
+        buffer = bytearray(size_bytes)
+        self.read_blob_into(digest, memoryview(buffer))
+        return bytes(buffer)
+
+    @final
     def read_blob_into(
         self,
         digest: Digest,
