@@ -50,6 +50,7 @@ from cartridge_router.forwarding import Exchange, Forwarder, Outgoing
 from cartridge_router.limits import Limits
 from cartridge_router.live_settings import LiveSettings
 from cartridge_router.logs import REQUEST_ID
+from cartridge_router.observations import Observations
 from cartridge_router.openapi import DESCRIPTION
 from cartridge_router.placement import Placement, Placer
 from cartridge_router.receipts import ReceiptBook
@@ -109,6 +110,7 @@ class Services:
     placer: Placer
     admission: Admission
     forwarder: Forwarder
+    observations: Observations
     receipts: ReceiptBook
     decisions: DecisionLog
     metrics: Metrics

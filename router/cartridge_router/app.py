@@ -37,6 +37,7 @@ from cartridge_router.forwarding import Forwarder
 from cartridge_router.limits import Limits
 from cartridge_router.live_settings import LiveSettings, SettingsSource
 from cartridge_router.logs import configure_logging, server_logger
+from cartridge_router.observations import Observations
 from cartridge_router.placement import Placer
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
@@ -152,14 +153,20 @@ def _construct(
             and residency.registration(replica) is None
         )
 
+    def on_gone(replica: ReplicaId) -> None:
+        metrics.forget(replica)
+        observations.forget(replica)
+
     fleet = Fleet(
         session=session,
         login=login,
         settings=settings.fleet,
         max_in_flight=settings.placement.max_in_flight,
         must_probe_extension=must_probe_extension,
-        on_gone=metrics.forget,
+        on_gone=on_gone,
     )
+    observations = Observations(fleet, on_prediction=metrics.prediction_ratio.observe)
+    observations.is_learning = settings.placement.learn_rates
     fleet.set_all(Source.SETTINGS, settings.replica_urls())
     sources = _construct_sources(settings, key, fleet, residency, metrics)
     signing_keys = None
@@ -209,10 +216,12 @@ def _construct(
             receipts=receipts,
             settings=settings.forwarding,
             metrics=metrics,
+            observations=observations,
             # Receipts come by Redis; without it there is nothing to wait for.
             receipt_wait_s=RECEIPT_WAIT_S if settings.redis_url is not None else 0.0,
             write_timeout_s=settings.clients.write_timeout_s,
         ),
+        observations=observations,
         receipts=receipts,
         decisions=DecisionLog(),
         metrics=metrics,
@@ -228,7 +237,7 @@ def _construct(
         renewed = Renewed("engines", login.files, login.renew, failed.inc)
         jobs.append(renewed.run)
     if settings.redis_url is not None:
-        on_receipt = _counted(metrics, receipts)
+        on_receipt = _counted(metrics, receipts, observations)
         reader = RedisReader(url=settings.redis_url, residency=residency, on_receipt=on_receipt)
         jobs.append(reader.run)
     if settings.tenants.keys_file is not None:
@@ -255,8 +264,10 @@ def _count_search(metrics: Metrics, outcome: SearchOutcome, seconds: float) -> N
     metrics.search_seconds.observe(seconds)
 
 
-def _counted(metrics: Metrics, receipts: ReceiptBook) -> Callable[[Receipt], None]:
-    """What happens to a receipt: it is compared with what was predicted, and kept."""
+def _counted(
+    metrics: Metrics, receipts: ReceiptBook, observations: Observations
+) -> Callable[[Receipt], None]:
+    """What happens to a receipt: it is compared with what was predicted, learned from, kept."""
 
     def on_receipt(receipt: Receipt) -> None:
         metrics.receipts.labels(receipt.status.value).inc()
@@ -268,6 +279,7 @@ def _counted(metrics: Metrics, receipts: ReceiptBook) -> Callable[[Receipt], Non
         is_known = receipt.status is ReceiptStatus.SERVED
         if is_known and predicted is not None and served is not None and served is not predicted:
             metrics.mispredictions.labels(predicted.value, served.value).inc()
+        observations.note_receipt(receipt)
         receipts.note(receipt)
 
     return on_receipt
@@ -454,6 +466,7 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
     services.finder.settings = settings.selection
     services.admission.settings = settings.admission
     services.placer.configure(settings.placement)
+    services.observations.is_learning = settings.placement.learn_rates
     services.forwarder.configure(settings.forwarding, settings.clients.write_timeout_s)
     services.drain.settings = settings.drain
     doors.max_connections = settings.clients.max_connections or most_connections()

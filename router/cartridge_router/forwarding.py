@@ -48,6 +48,7 @@ from cartridge_router.errors import (
     UpstreamUnavailable,
 )
 from cartridge_router.fleet import Fleet, Replica
+from cartridge_router.observations import Observations
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.retry_budget import RetryBudget
 from cartridge_router.settings import ForwardingSettings
@@ -162,19 +163,20 @@ class Exchange:
         self.num_retries = 0
         self.first_byte_s: float | None = None
 
-    def answer_from(self, candidate: Candidate, booking: Booking) -> None:
+    def answer_from(self, candidate: Candidate, booking: Booking, sent_s: float) -> None:
         """A replica has taken the request; it may be another than the first one chosen."""
-        self.candidate, self._booking = candidate, booking
+        self.candidate, self.booking, self.sent_s = candidate, booking, sent_s
 
-    def note_first_byte(self) -> None:
-        """Its answer begins."""
-        self.first_byte_s = time.monotonic()
-        self._booking.note_first_token()
+    def note_first_byte(self) -> float:
+        """Its answer begins; returns when, by `time.monotonic`."""
+        self.first_byte_s = first_byte_s = time.monotonic()
+        self.booking.note_first_token()
         self.headers[HEADER_REPLICA] = self.candidate.replica
         if self.candidate.slowest_tier is not None:
             self.headers[HEADER_TIER] = self.candidate.slowest_tier.value
         if self.num_retries:
             self.headers[HEADER_DECISION] += f"; retries={self.num_retries}"
+        return first_byte_s
 
 
 class _WithFirstBytes(web.StreamResponse):
@@ -198,6 +200,7 @@ class Forwarder:
         receipts: ReceiptBook,
         settings: ForwardingSettings,
         metrics: Metrics,
+        observations: Observations,
         receipt_wait_s: float,
         write_timeout_s: float,
     ) -> None:
@@ -206,6 +209,7 @@ class Forwarder:
         self._fleet = fleet
         self._receipts = receipts
         self._metrics = metrics
+        self._observations = observations
         self._receipt_wait_s = receipt_wait_s
         self._budget = RetryBudget(ratio=settings.retry_ratio, per_s=settings.retries_per_s)
         self.configure(settings, write_timeout_s)
@@ -241,7 +245,7 @@ class Forwarder:
             if attempts.failures and not self._fleet.has_room(target):
                 attempts.pass_over(f"{replica} is full by now")
                 continue
-            exchange.num_retries = len(attempts.failures)
+            exchange.num_retries, sent_s = len(attempts.failures), time.monotonic()
             if candidate.slowest_tier is not None:
                 self._receipts.expect(outgoing.request_id, candidate.slowest_tier)
             with self._fleet.in_flight(
@@ -252,7 +256,7 @@ class Forwarder:
                         await self._send(request, outgoing, target)
                     ) as upstream:
                         if not self._is_passed_on(upstream, outgoing, attempts, replica):
-                            exchange.answer_from(candidate, booking)
+                            exchange.answer_from(candidate, booking, sent_s)
                             return await self._relay(request, upstream, outgoing, exchange)
                 except _Failed as failed:
                     logger.warning("request %s: %s", outgoing.request_id, failed)
@@ -374,7 +378,7 @@ class Forwarder:
                 await self._raise_from_receipt(outgoing, replica)
                 self._note_failure(replica)
                 is_good = False
-        exchange.note_first_byte()
+        self._note_first_byte(outgoing, exchange, is_token=is_stream and is_good)
         ready, is_all = upstream.ready()
         first += ready
         response = (_WithFirstBytes if first or is_all else web.StreamResponse)(
@@ -410,6 +414,17 @@ class Forwarder:
             self._fleet.outliers.note_success(replica)
         await self._write(request, response, b"", is_last=True)
         return response
+
+    def _note_first_byte(self, outgoing: Outgoing, exchange: Exchange, *, is_token: bool) -> None:
+        """The answer begins; `is_token`: with the first token, not with a whole answer."""
+        first_byte_s = exchange.note_first_byte()
+        if is_token and not exchange.num_retries:
+            self._observations.note_first_token(
+                exchange.candidate,
+                outgoing.demand,
+                exchange.booking,
+                first_byte_s - exchange.sent_s,
+            )
 
     async def _first_bytes(
         self,

@@ -104,13 +104,13 @@ class Placer:
 
     def configure(self, settings: PlacementSettings) -> None:
         """Place by other settings from now on."""
-        self._fleet.set_rates(
-            ReplicaRates(
-                queue_s_per_request=settings.queue_s_per_request,
-                prefill_base_s=settings.prefill_base_s,
-                prefill_s_per_token=settings.prefill_s_per_token,
-            )
+        rates = ReplicaRates(
+            queue_s_per_request=settings.queue_s_per_request,
+            prefill_base_s=settings.prefill_base_s,
+            prefill_s_per_token=settings.prefill_s_per_token,
         )
+        if rates != self._fleet.rates:
+            self._fleet.set_rates(rates)
         self._default = settings.policy
 
     def place(

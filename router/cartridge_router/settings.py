@@ -107,6 +107,8 @@ class PlacementSettings(_Section, frozen=True, kw_only=True):
     queue_s_per_request: Annotated[float, msgspec.Meta(ge=0)] = 0.05
     prefill_base_s: Annotated[float, msgspec.Meta(ge=0)] = 0.01
     prefill_s_per_token: Annotated[float, msgspec.Meta(ge=0)] = 0.0005
+    learn_rates: bool = True
+    """Learn from first tokens and receipts; the rates above are where that begins."""
 
 
 class AdmissionSettings(_Section, frozen=True, kw_only=True):

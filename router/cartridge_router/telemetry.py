@@ -33,6 +33,7 @@ OTHER = "other"
 
 _NO_TRACER: Final = NoOpTracer()
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _SEARCH_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1.0)
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 
@@ -225,6 +226,12 @@ class Metrics:
             names.METRIC_RECEIPTS,
             "Receipts of engines by status.",
             ["status"],
+            registry=registry,
+        )
+        self.prediction_ratio = Histogram(
+            names.METRIC_PREDICTION_RATIO,
+            "Time to the first token of streams, as a multiple of what placement predicted.",
+            buckets=_RATIOS,
             registry=registry,
         )
         self.mispredictions = Counter(

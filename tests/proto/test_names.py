@@ -36,6 +36,7 @@ def test_cartridge_headers_share_the_prefix_that_the_gateway_strips() -> None:
         "x-api-key",
         "x-data-parallel-rank",
         "x-request-id",
+        "x-session-id",
         "x-vllm-priority",
     }
 

@@ -77,7 +77,7 @@ def test_the_end_says_who_answered() -> None:
     loads = LoadTable()
     other = placed_on(2).decision.ranking[1]
     booking = loads.book(loads.add(other.replica), NOTHING, tiers={}, now_s=0.0)
-    exchange.answer_from(other, booking)
+    exchange.answer_from(other, booking, 10.0)
     exchange.note_first_byte()
     logged.end(200, exchange, 12.0)
     assert (logged.replica, logged.num_retries, logged.status) == ("r1", 1, 200)

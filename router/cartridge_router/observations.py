@@ -1,0 +1,70 @@
+"""What requests tell of the rates of each replica, and how well placement predicted them.
+
+Owns one estimate for each replica that is there. Refuses what ran beside other requests, or was
+tried twice: it says nothing of the rates.
+"""
+
+from collections.abc import Callable
+
+from cartridge_policies.estimation import RateEstimate
+from cartridge_policies.loads import Booking, Row
+from cartridge_policies.types import Candidate, Demand
+from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReceiptStatus, ReplicaId, Tier
+from cartridge_router.fleet import Fleet
+
+PredictionSeen = Callable[[float], None]
+
+
+class Observations:
+    """Learns for one fleet. For use from one event loop.
+
+    `on_prediction(observed / predicted)` is called for each first token whose time was predicted.
+    """
+
+    def __init__(self, fleet: Fleet, on_prediction: PredictionSeen = lambda ratio: None) -> None:
+        self.is_learning = True
+        self._fleet = fleet
+        self._on_prediction = on_prediction
+        self._estimates: dict[ReplicaId, tuple[Row, RateEstimate]] = {}
+
+    def note_first_token(
+        self, candidate: Candidate, demand: Demand, booking: Booking, elapsed_s: float
+    ) -> None:
+        """A stream's first token came so long after its request was sent."""
+        predicted_s = candidate.total_s
+        if predicted_s > 0:
+            self._on_prediction(elapsed_s / predicted_s)
+        has_loaded = candidate.slowest_tier not in (None, Tier.HBM)
+        if not self.is_learning or has_loaded or not booking.was_alone:
+            return
+        estimate = self._of(booking.row)
+        estimate.note_prefill(demand.num_live_tokens, demand.num_virtual_tokens, elapsed_s)
+        self._apply(booking.row, estimate)
+
+    def note_receipt(self, receipt: Receipt) -> None:
+        """An engine says how long a prefix took to load, and from where."""
+        replica = self._fleet.find(ReplicaId(receipt.replica))
+        # Loads of several requests of one prefix are one, and of a lost one two.
+        is_one_load = receipt.status is ReceiptStatus.SERVED and receipt.num_loads == 1
+        tier = max(
+            (item.tier for item in receipt.items), key=TIERS_FASTEST_FIRST.index, default=None
+        )
+        if not self.is_learning or replica is None or tier is None or not is_one_load:
+            return
+        estimate = self._of(replica.row)
+        estimate.note_load(tier, receipt.loaded_bytes, receipt.load_s)
+        self._apply(replica.row, estimate)
+
+    def forget(self, replica: ReplicaId) -> None:
+        """A replica is gone."""
+        self._estimates.pop(replica, None)
+
+    def _of(self, row: Row) -> RateEstimate:
+        """A replica's estimate; anew for one that has come back, and after other priors."""
+        known = self._estimates.get(row.replica)
+        if known is None or known[0] is not row or known[1].prior is not self._fleet.rates:
+            known = self._estimates[row.replica] = row, RateEstimate(self._fleet.rates)
+        return known[1]
+
+    def _apply(self, row: Row, estimate: RateEstimate) -> None:
+        self._fleet.loads.set_rates(row, estimate.rates)

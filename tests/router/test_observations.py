@@ -1,0 +1,132 @@
+"""What the gateway learns of its replicas: rates from first tokens and receipts, and how well."""
+
+import dataclasses
+
+import aiohttp
+import pytest
+
+from cartridge_policies.rates import PRIORS
+from cartridge_policies.types import ArtifactDemand, Candidate, CostTerm, Demand
+from cartridge_proto.digest import sha256_digest
+from cartridge_proto.residency import (
+    Epoch,
+    Receipt,
+    ReceiptItem,
+    ReceiptStatus,
+    ReplicaId,
+    Tier,
+)
+from cartridge_router.fleet import Fleet
+from cartridge_router.observations import Observations
+from tests.router.fleets import fleet_of
+
+DIGEST = sha256_digest(b"one")
+A = ReplicaId("a")
+DEMAND = Demand("m", (), 100)
+RECEIPT = Receipt(
+    replica=A,
+    epoch=Epoch("0" * 32),
+    request_id="1" * 32,
+    status=ReceiptStatus.SERVED,
+    reason=None,
+    detail="",
+    items=[ReceiptItem(digest=DIGEST, tier=Tier.NVME)],
+    num_virtual_tokens=100,
+    num_reused_tokens=0,
+    num_loads=1,
+    loaded_bytes=100_000_000,
+    load_s=2.0,
+)
+
+
+@pytest.fixture
+def fleet(session: aiohttp.ClientSession) -> Fleet:
+    """One replica."""
+    return fleet_of(session, {A: "http://a"})
+
+
+def predicted(seconds: float, *tiers: Tier) -> Candidate:
+    """A candidate whose first token is expected in so long."""
+    return Candidate(A, (CostTerm("prefill", seconds),), tiers)
+
+
+def rate(fleet: Fleet) -> float:
+    """Seconds that a hundred tokens are predicted to take."""
+    return fleet.replicas[0].row.rates.prefill_s(100, 0)
+
+
+def test_a_first_token_teaches_the_prefill_rate(fleet: Fleet) -> None:
+    """And how far the prediction was off is told."""
+    ratios: list[float] = []
+    observations = Observations(fleet, ratios.append)
+    for _ in range(5):
+        with fleet.in_flight(fleet.replicas[0], DEMAND) as booking:
+            observations.note_first_token(predicted(0.5), DEMAND, booking, 1.0)
+    assert rate(fleet) == pytest.approx(1.0, rel=0.05)
+    assert ratios == [2.0] * 5
+
+
+def test_what_ran_beside_others_teaches_nothing(fleet: Fleet) -> None:
+    """Nor does what had to load first, whose load is in the time."""
+    observations = Observations(fleet)
+    replica = fleet.replicas[0]
+    with fleet.in_flight(replica, DEMAND), fleet.in_flight(replica, DEMAND) as booking:
+        observations.note_first_token(predicted(0.5), DEMAND, booking, 30.0)
+    loading = dataclasses.replace(DEMAND, artifacts=(ArtifactDemand(DIGEST, 1, 1),))
+    with fleet.in_flight(replica, loading) as booking:
+        observations.note_first_token(predicted(0.5, Tier.REMOTE), loading, booking, 30.0)
+    assert replica.row.rates == PRIORS
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_learned"),
+    [
+        ({}, True),
+        ({"status": ReceiptStatus.ABANDONED}, False),
+        ({"num_loads": 2}, False),
+        ({"num_loads": 0, "loaded_bytes": 0}, False),
+        ({"replica": ReplicaId("gone")}, False),
+    ],
+)
+def test_a_receipt_teaches_how_fast_a_tier_is(
+    fleet: Fleet, changes: dict[str, object], is_learned: bool
+) -> None:
+    """One whole load of a replica that is there; nothing else."""
+    observations = Observations(fleet)
+    for _ in range(5):
+        observations.note_receipt(
+            Receipt(**({f: getattr(RECEIPT, f) for f in RECEIPT.__struct_fields__} | changes))
+        )
+    rates = fleet.replicas[0].row.rates
+    if is_learned:
+        assert rates.load_s(Tier.NVME, 100_000_000) <= PRIORS.load_s(Tier.REMOTE, 100_000_000)
+        nvme = rates.tiers[Tier.NVME]
+        assert nvme.latency_s + 1e8 / nvme.bytes_per_s == pytest.approx(2.0, rel=0.2)
+    else:
+        assert rates == PRIORS
+
+
+def test_it_can_be_switched_off(fleet: Fleet) -> None:
+    """Then priors stay, and predictions are still judged."""
+    ratios: list[float] = []
+    observations = Observations(fleet, ratios.append)
+    observations.is_learning = False
+    with fleet.in_flight(fleet.replicas[0], DEMAND) as booking:
+        observations.note_first_token(predicted(0.5), DEMAND, booking, 1.0)
+    observations.note_receipt(RECEIPT)
+    assert (fleet.replicas[0].row.rates, ratios) == (PRIORS, [2.0])
+
+
+def test_a_replica_that_comes_back_is_learned_anew(fleet: Fleet) -> None:
+    """Under the same name, at another address; new priors too begin anew."""
+    observations = Observations(fleet)
+    with fleet.in_flight(fleet.replicas[0], DEMAND) as booking:
+        observations.note_first_token(predicted(0.5), DEMAND, booking, 9.0)
+    slow_s = rate(fleet)
+    fleet.add(A, "http://elsewhere")
+    assert rate(fleet) == PRIORS.prefill_s(100, 0) < slow_s
+    with fleet.in_flight(fleet.replicas[0], DEMAND) as booking:
+        observations.note_first_token(predicted(0.5), DEMAND, booking, 1.0)
+    assert rate(fleet) == pytest.approx(1.0, rel=0.2)
+    fleet.set_rates(dataclasses.replace(PRIORS, prefill_base_s=5.0))
+    assert rate(fleet) > 5.0
