@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "tenants": _group(top, "tenants", "make API keys"),
     }
     _add_cartridge(groups["cartridge"])
+    _add_index(top)
     _add_replicas(groups["replicas"])
     _add_config(groups["config"])
     _add_tenants(groups["tenants"])
@@ -202,6 +203,59 @@ def _redis_acl(args: argparse.Namespace) -> int:
     else:
         print("\n".join(file_lines(users) if args.aclfile else command_lines(users)))
     return 0
+
+
+# --- index ---------------------------------------------------------------------------------------
+def _add_index(top: Any) -> None:
+    def configure(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--store", required=True, help="store folder or URL")
+        add("--index-dir", required=True, type=Path, help="as selection.index_dir of the gateway")
+        add("--tenant", default="public", help="whose index; default: public")
+        add("--prompts", default="chat", choices=["chat", "text"], help="kind; default: chat")
+        add("--embedder", default="minilm-int8", help="as selection.embedder of the gateway")
+        add("--json", action="store_true", help="print JSON")
+
+    def configure_learning(parser: argparse.ArgumentParser) -> None:
+        configure(parser)
+        parser.add_argument(
+            "--questions",
+            type=Path,
+            help='lines of {"question": …, "cartridges": [names]}; default: the texts themselves',
+        )
+
+    group = _group(top, "index", "indexes for selection")
+    _add(group, "build", "make an index, or bring it up to date", configure, _build_index)
+    _add(group, "calibrate", "learn when to select, and what", configure_learning, _learn_index)
+
+
+def _build_index(args: argparse.Namespace) -> int:
+    with _extra():
+        from cartridge_router import index_commands
+
+        return index_commands.build(args)
+
+
+def _learn_index(args: argparse.Namespace) -> int:
+    with _extra():
+        from cartridge_router import index_commands
+
+        return index_commands.learn(args)
+
+
+@contextlib.contextmanager
+def _extra() -> Iterator[None]:
+    """Where packages of an extra are needed.
+
+    Raises:
+        ConfigurationError: they are not installed.
+    """
+    from cartridge_router.retrieval.errors import ExtraMissing
+
+    try:
+        yield
+    except (ExtraMissing, FileNotFoundError) as error:
+        raise ConfigurationError([str(error)]) from error
 
 
 # --- cartridge -----------------------------------------------------------------------------------

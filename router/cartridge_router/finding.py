@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cartridge_proto.manifest import ConventionKind
-from cartridge_proto.stores import StoreError
 from cartridge_router.catalog import Cartridge, Catalog
 from cartridge_router.dialects import DIALECTS
 from cartridge_router.questions import question_of
@@ -33,14 +32,12 @@ from cartridge_router.settings import SelectionSettings
 
 if TYPE_CHECKING:
     # Brought by the extra `selection`; loaded where it is used.
-    from cartridge_router.retrieval.documents import PreparedDocument
-    from cartridge_router.retrieval.embedders import Embedder
     from cartridge_router.retrieval.index import Index
     from cartridge_router.retrieval.parts import Found
+    from cartridge_router.shelves import Shelves
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_EMBEDDER: Final = "minilm-int8"
 MAX_SESSIONS: Final = 10_000
 SESSION_S: Final = 1800.0
 """How long a session's Cartridges are remembered without a request."""
@@ -81,6 +78,8 @@ class _Shelf:
     """One audience's index. `digests` is what it was made of; `index` is `None` until it is."""
 
     digests: frozenset[str] | None = None
+    learned: str = ""
+    """Tells which calibration it has; `index calibrate` writes another."""
     cartridges: Mapping[str, Cartridge] = field(default_factory=dict)
     index: "Index | None" = None
 
@@ -104,9 +103,8 @@ class Finder:
         self._selector = selector
         self._on_search = on_search
         self._shelves: OrderedDict[Audience, _Shelf] = OrderedDict()
-        self._prepared: dict[str, PreparedDocument] = {}
         self._sessions: OrderedDict[tuple[str, str], tuple[float, tuple[str, ...]]] = OrderedDict()
-        self._embedder: Embedder | None = None
+        self._library: Shelves | None = None
         self._searchers = ThreadPoolExecutor(1, thread_name_prefix="search")
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="index")
         self._num_waiting = 0
@@ -252,16 +250,18 @@ class Finder:
     def _forget_unread(self) -> None:
         """Drop what no index is made of any more."""
         read = {digest for shelf in self._shelves.values() for digest in shelf.cartridges}
-        for digest in self._prepared.keys() - read:
-            del self._prepared[digest]
+        if self._library is not None:
+            self._builder.submit(self._library.forget_all_but, read)
 
     async def _renew(self, audience: Audience, shelf: _Shelf) -> None:
         """Make the index of an audience anew, beside the old one, if what it may read changed."""
         loop = asyncio.get_running_loop()
-        cartridges = await loop.run_in_executor(self._builder, self._readable_by, audience)
-        if shelf.digests == cartridges.keys():
+        cartridges, learned = await loop.run_in_executor(self._builder, self._look_at, audience)
+        if shelf.digests == cartridges.keys() and learned == shelf.learned:
             return
-        index = await loop.run_in_executor(self._builder, self._build, list(cartridges.values()))
+        index, shelf.learned = await loop.run_in_executor(
+            self._builder, self._make, audience, list(cartridges.values())
+        )
         shelf.digests = frozenset(cartridges)
         shelf.cartridges, shelf.index = cartridges, index
         logger.info(
@@ -269,45 +269,21 @@ class Finder:
             *(audience.tenant, audience.convention.value, len(cartridges), index.version[:12]),
         )
 
-    def _readable_by(self, audience: Audience) -> dict[str, Cartridge]:
-        """What an audience may read, the last version of each name."""
-        return {
+    def _look_at(self, audience: Audience) -> tuple[dict[str, Cartridge], str]:
+        """What an audience may read, the last version of each name; which calibration there is."""
+        found: dict[str, Cartridge] = {
             cartridge.digest: cartridge
             for _, cartridge in self._catalog.newest_for(audience.tenant)
             if cartridge.manifest.prompt_convention.kind is audience.convention
             and cartridge.manifest.model.adapter is None
             and model_key(cartridge.manifest.model) in audience.models
         }
+        return found, self._load_shelves().learned(audience.tenant, audience.convention)
 
-    def _build(self, cartridges: Sequence[Cartridge]) -> "Index":
-        from cartridge_router.retrieval.embedders import RememberedEmbedder
-        from cartridge_router.retrieval.index import Index
-
-        embedder = self._load_embedder()
-        index = Index(
-            [self._prepare(cartridge, embedder) for cartridge in cartridges],
-            # Of this audience alone: how fast an answer comes says what was asked before.
-            RememberedEmbedder(embedder),
-        )
-        index.warm()
-        return index
-
-    def _prepare(self, cartridge: Cartridge, embedder: "Embedder") -> "PreparedDocument":
-        from cartridge_router.retrieval.documents import Document, prepare
-
-        prepared = self._prepared.get(cartridge.digest)
-        if prepared is None:
-            card = cartridge.manifest.card
-            try:
-                text = self._catalog.read_text(cartridge.manifest)
-            except StoreError as error:
-                logger.warning("%s is found by its card only: %s", cartridge.manifest.alias, error)
-                text = None
-            document = Document(
-                cartridge.digest, card.title, tuple(card.aliases), card.sentence, text
-            )
-            prepared = self._prepared[cartridge.digest] = prepare(document, embedder)
-        return prepared
+    def _make(self, audience: Audience, cartridges: Sequence[Cartridge]) -> tuple["Index", str]:
+        shelves = self._load_shelves()
+        index = shelves.make(audience.tenant, audience.convention, cartridges)
+        return index, shelves.learned(audience.tenant, audience.convention)
 
     def load(self) -> None:
         """Make ready what every index needs, if selection is on. Blocks for a second.
@@ -316,19 +292,19 @@ class Finder:
             ExtraMissing: a package of the extra `selection` is not installed.
         """
         if self.settings.enabled:
-            self._load_embedder()
+            self._load_shelves()
 
-    def _load_embedder(self) -> "Embedder":
-        from cartridge_router.retrieval.embedders import OnnxEmbedder, SentenceTransformersEmbedder
+    def _load_shelves(self) -> "Shelves":
+        from cartridge_router.shelves import Shelves
 
-        if self._embedder is None:
-            name = self.settings.embedder
-            self._embedder = (
-                OnnxEmbedder()
-                if name == DEFAULT_EMBEDDER
-                else SentenceTransformersEmbedder(Path(name))
+        if self._library is None:
+            folder = self.settings.index_dir
+            self._library = Shelves(
+                self._catalog,
+                embedder=self.settings.embedder,
+                folder=None if folder is None else Path(folder),
             )
-        return self._embedder
+        return self._library
 
     def close(self) -> None:
         """End the threads, without waiting for what they do."""

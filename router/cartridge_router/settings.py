@@ -148,6 +148,8 @@ class SelectionSettings(_Section, frozen=True, kw_only=True):
     """A search that takes longer finds nothing."""
     embedder: str = "minilm-int8"
     """Or the folder of a model that sentence-transformers reads."""
+    index_dir: str | None = None
+    """Folder in which vectors and what `index calibrate` has learned outlive the process."""
     max_audiences: Annotated[int, msgspec.Meta(ge=1)] = 64
     """Indexes that are kept: one for each tenant and kind of prompt that asks."""
 
