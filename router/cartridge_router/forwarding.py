@@ -162,21 +162,23 @@ class Exchange:
         self.headers = dict(headers)
         self.num_retries = 0
         self.first_byte_s: float | None = None
+        self.awaits_token = False
+        """A stream has begun, and its first token has not come."""
+        self.num_events = 0
+        """Of the stream, until then."""
 
     def answer_from(self, candidate: Candidate, booking: Booking, sent_s: float) -> None:
         """A replica has taken the request; it may be another than the first one chosen."""
         self.candidate, self.booking, self.sent_s = candidate, booking, sent_s
 
-    def note_first_byte(self) -> float:
-        """Its answer begins; returns when, by `time.monotonic`."""
-        self.first_byte_s = first_byte_s = time.monotonic()
-        self.booking.note_first_token()
+    def note_first_byte(self) -> None:
+        """Its answer begins."""
+        self.first_byte_s = time.monotonic()
         self.headers[HEADER_REPLICA] = self.candidate.replica
         if self.candidate.slowest_tier is not None:
             self.headers[HEADER_TIER] = self.candidate.slowest_tier.value
         if self.num_retries:
             self.headers[HEADER_DECISION] += f"; retries={self.num_retries}"
-        return first_byte_s
 
 
 class _WithFirstBytes(web.StreamResponse):
@@ -378,9 +380,11 @@ class Forwarder:
                 await self._raise_from_receipt(outgoing, replica)
                 self._note_failure(replica)
                 is_good = False
-        self._note_first_byte(outgoing, exchange, is_token=is_stream and is_good)
+        exchange.note_first_byte()
+        exchange.awaits_token = is_stream and is_good
         ready, is_all = upstream.ready()
         first += ready
+        self._look_for_token(outgoing, exchange, first)
         response = (_WithFirstBytes if first or is_all else web.StreamResponse)(
             status=upstream.status,
             reason=upstream.reason,
@@ -401,6 +405,7 @@ class Forwarder:
             try:
                 can_wait = is_open and _is_between_events(chunk)
                 chunk, silent_s = await self._next_chunk(upstream, silent_s, can_wait=can_wait)
+                self._look_for_token(outgoing, exchange, chunk)
             except (UpstreamError, TimeoutError) as error:
                 logger.warning("request %s: %s broke off: %r", outgoing.request_id, replica, error)
                 self._note_failure(replica)
@@ -415,15 +420,21 @@ class Forwarder:
         await self._write(request, response, b"", is_last=True)
         return response
 
-    def _note_first_byte(self, outgoing: Outgoing, exchange: Exchange, *, is_token: bool) -> None:
-        """The answer begins; `is_token`: with the first token, not with a whole answer."""
-        first_byte_s = exchange.note_first_byte()
-        if is_token and not exchange.num_retries:
+    def _look_for_token(self, outgoing: Outgoing, exchange: Exchange, chunk: bytes) -> None:
+        """Note when the first token of a stream is there: behind the events that say nothing."""
+        if not exchange.awaits_token or chunk is _KEEP_ALIVE:
+            return
+        exchange.num_events += _num_events(chunk)
+        if exchange.num_events <= outgoing.num_openers:
+            return
+        exchange.awaits_token = False
+        exchange.booking.note_first_token()
+        if not exchange.num_retries:
             self._observations.note_first_token(
                 exchange.candidate,
                 outgoing.demand,
                 exchange.booking,
-                first_byte_s - exchange.sent_s,
+                time.monotonic() - exchange.sent_s,
             )
 
     async def _first_bytes(

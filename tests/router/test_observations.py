@@ -1,9 +1,12 @@
 """What the gateway learns of its replicas: rates from first tokens and receipts, and how well."""
 
+import asyncio
 import dataclasses
+import json
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from cartridge_policies.rates import PRIORS
 from cartridge_policies.types import ArtifactDemand, Candidate, CostTerm, Demand
@@ -18,7 +21,10 @@ from cartridge_proto.residency import (
 )
 from cartridge_router.fleet import Fleet
 from cartridge_router.observations import Observations
+from tests.loadtest.cartridge_requests import chat_body
 from tests.router.fleets import fleet_of
+from tests.router.gateway_client import CHAT, StartGateway, quick_gateway
+from tests.router.stub_engine import StartStub
 
 DIGEST = sha256_digest(b"one")
 A = ReplicaId("a")
@@ -130,3 +136,30 @@ def test_a_replica_that_comes_back_is_learned_anew(fleet: Fleet) -> None:
     assert rate(fleet) == pytest.approx(1.0, rel=0.2)
     fleet.set_rates(dataclasses.replace(PRIORS, prefill_base_s=5.0))
     assert rate(fleet) > 5.0
+
+
+async def test_the_first_token_of_a_stream_is_what_is_learned_from(
+    start_gateway: StartGateway, start_stub: StartStub
+) -> None:
+    """Not its head, which vLLM sends at once, nor the events in front of the token."""
+    may_go_on = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"role":"assistant"}\n\n')
+        await may_go_on.wait()
+        await response.write(b'data: {"content":"Nine"}\n\ndata: [DONE]\n\n')
+        await response.write_eof()
+        return response
+
+    stub = await start_stub(answer)
+    gateway = await start_gateway(quick_gateway(stub.url))
+    body = json.dumps(chat_body(stream=True)).encode()
+    headers = {"Content-Type": "application/json"}
+    async with gateway.session.post(gateway.url + CHAT, data=body, headers=headers) as response:
+        assert b"assistant" in await response.content.readany()
+        assert await gateway.metric("cartridge_router_prediction_ratio_count") == 0
+        may_go_on.set()
+        assert b"Nine" in await response.content.read()
+    assert await gateway.metric("cartridge_router_prediction_ratio_count") == 1
