@@ -63,7 +63,7 @@ _RANKING = ("/score", "/rerank", "/v2/rerank")
 logger = logging.getLogger(__name__)
 
 _OTHERS = (
-    "/v1/{tail:(?!(?:chat/completions|completions|responses|messages)$"
+    "/v1/{tail:(?!(?:chat/completions|completions|responses|messages(?:/count_tokens)?)$"
     "|(?:models|cartridges)(?:/|$)).+}"
 )
 """All but what is served here: that says itself which methods it takes, and no engine is asked."""
@@ -143,6 +143,7 @@ class Api:
             web.post(Route.COMPLETIONS, self._handler(Route.COMPLETIONS)),
             web.post(Route.RESPONSES, self._handler(Route.RESPONSES)),
             web.post(Route.MESSAGES, self._handler(Route.MESSAGES)),
+            web.post(Route.COUNT_TOKENS, self._handler(Route.COUNT_TOKENS)),
             web.get("/v1/models", self._for_tenants(self.models)),
             web.get("/v1/models/{model:.+}", self._for_tenants(self.model)),
             web.get("/v1/cartridges", self._for_tenants(self.cartridges)),

@@ -323,6 +323,7 @@ def _passed(method: str, path: str) -> _Operation:
         body=EngineFields if method == "post" else None,
         parameters=(*_STEERING, _ID_HEADER),
         errors=(*_KEYED, *_READ, *_PLACED, *_QUEUED, UnknownPath, *_FORWARDED),
+        is_anthropic=path == Route.COUNT_TOKENS,
     )
 
 
@@ -398,7 +399,7 @@ _OPERATIONS: Final = (
         answer=_JSON,
         is_open=True,
     ),
-    *(_passed("post", path) for path in _OUTSIDE_V1),
+    *(_passed("post", path) for path in (*_OUTSIDE_V1, str(Route.COUNT_TOKENS))),
     *(_passed(method, "/v1/{tail}") for method in ("post", "get", "delete")),
 )
 

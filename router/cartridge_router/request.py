@@ -68,6 +68,8 @@ class Route(StrEnum):
     COMPLETIONS = "/v1/completions"
     RESPONSES = "/v1/responses"
     MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
+    """Passed as others are; its clients read Anthropic's errors."""
     OTHER = "other"
     """Anything else: passed to a replica of the model, without Cartridges."""
 
