@@ -143,6 +143,7 @@ def store_aliases_key(prefix: str) -> str:
 DOMAIN_COMPOSITION: Final = b"cartridge-composition-v1"
 DOMAIN_FINGERPRINT: Final = b"cartridge-model-fingerprint-v1"
 DOMAIN_ENVELOPE: Final = b"cartridge-envelope-v1"
+DOMAIN_TENANT_SALT: Final = b"cartridge-tenant-salt-v1"
 
 # --- entry points ----------------------------------------------------------------------------
 ENTRY_POINT_COMMANDS: Final = "cartridge_router.commands"

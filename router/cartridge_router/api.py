@@ -47,6 +47,7 @@ from cartridge_router.live_settings import LiveSettings
 from cartridge_router.logs import REQUEST_ID
 from cartridge_router.openapi import DESCRIPTION
 from cartridge_router.placement import Placement, Placer
+from cartridge_router.prefix_salts import SALTED_PATHS, PrefixSalts
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.request import ParsedRequest, Route, engine_body, parse_request
 from cartridge_router.residency_map import ResidencyMap
@@ -86,6 +87,7 @@ class Services:
 
     live: LiveSettings
     tenants: Tenants
+    salts: PrefixSalts
     limits: Limits
     catalog: Catalog
     residency: ResidencyMap
@@ -265,7 +267,12 @@ class Api:
             request_id=asked.request_id,
             path=request.path_qs,
             dialect=DIALECTS[parsed.route],
-            body=engine_body(parsed, message, is_trusted=asked.tenant.is_trusted),
+            body=engine_body(
+                parsed,
+                message,
+                is_trusted=asked.tenant.is_trusted,
+                salt=self._salt(request.path, asked.tenant),
+            ),
             replicas=tuple(candidate.replica for candidate in placement.decision.ranking),
             composition=selection.composition,
             is_lookup=asked.is_lookup,
@@ -273,6 +280,13 @@ class Api:
             tiers=placement.tiers,
             deadline_s=asked.deadline_s,
         )
+
+    def _salt(self, path: str, tenant: Tenant) -> str | None:
+        """What keeps a plain request of a tenant apart in prefix caches, where that is asked."""
+        settings = self._services.settings.tenants
+        if not settings.is_on or not settings.has_own_prefix_caches or path not in SALTED_PATHS:
+            return None
+        return self._services.salts.of(tenant.name)
 
     def _count(
         self,

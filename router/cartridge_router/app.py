@@ -37,6 +37,7 @@ from cartridge_router.limits import Limits
 from cartridge_router.live_settings import LiveSettings, SettingsSource
 from cartridge_router.logs import configure_logging, server_logger
 from cartridge_router.placement import Placer
+from cartridge_router.prefix_salts import PrefixSalts
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
 from cartridge_router.roster import Source
@@ -178,6 +179,7 @@ def _construct(
     services = Services(
         live=LiveSettings(settings),
         tenants=tenants,
+        salts=PrefixSalts(key),
         limits=Limits(),
         catalog=catalog,
         residency=residency,

@@ -256,18 +256,26 @@ def _refuse_without_prefix(fields: _Fields) -> None:
 
 
 def engine_body(
-    request: ParsedRequest, message: CompositionMessage | None, *, is_trusted: bool
+    request: ParsedRequest,
+    message: CompositionMessage | None,
+    *,
+    is_trusted: bool,
+    salt: str | None = None,
 ) -> bytes:
     """The bytes that go to an engine.
 
     `cartridge_ids` is always taken out; engine-internal fields are, unless the client is trusted.
-    With a composition the gateway's own fields are put in, whoever sent them.
+    With a composition the gateway's own fields are put in, whoever sent them. `salt`: for a request
+    without one, unless a trusted client has sent its own; `None` = none is put in.
     """
     if isinstance(request.body, bytes):
         return request.body
     remove = [FIELD_CARTRIDGE_IDS, *(() if is_trusted else _TAKEN_OUT)]
     if message is None:
-        return request.body.edited(remove=remove)
+        sent = request.body.members.get(FIELD_CACHE_SALT) if is_trusted else None
+        if salt is None or (sent is not None and sent.value != b"null"):
+            return request.body.edited(remove=remove)
+        return request.body.edited(remove=remove, add={FIELD_CACHE_SALT: msgspec.json.encode(salt)})
     add = {
         FIELD_KV_TRANSFER_PARAMS: msgspec.json.encode({FIELD_CARTRIDGES: message}),
         FIELD_CACHE_SALT: msgspec.json.encode(cache_salt(Digest(message.composition))),

@@ -251,6 +251,9 @@ class TenantSettings(_Section, frozen=True, kw_only=True):
     allow_unlisted: bool = False
     """Let tokens name tenants that are listed nowhere; they get `default_limits`."""
     default_limits: LimitSettings = LimitSettings()
+    has_own_prefix_caches: bool = True
+    """Each tenant finds only its own prompts in engines' prefix caches; else by the time of a first
+    token it can learn what others have asked. Engines other than vLLM may refuse the field."""
     listed: dict[TenantName, ListedTenant] = {}
     """Tenants by name, beside those of the keys file."""
 
