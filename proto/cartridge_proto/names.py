@@ -172,6 +172,7 @@ METRIC_CONNECTIONS: Final = "cartridge_router_connections"
 METRIC_RELOAD_FAILURES: Final = "cartridge_router_reload_failures"
 METRIC_EJECTIONS: Final = "cartridge_router_ejections"
 METRIC_BROKEN_ANSWERS: Final = "cartridge_router_broken_answers"
+METRIC_CUT_ANSWERS: Final = "cartridge_router_cut_answers"
 
 # --- trace spans and attributes (OpenTelemetry) ------------------------------------------------
 ATTR_REPLICA: Final = "cartridge.replica"

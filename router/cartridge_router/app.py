@@ -63,6 +63,8 @@ FIRST_LOOK_S = 3.0
 """How long the first probes may keep the gateway from listening: engines may be busy."""
 RECEIPT_WAIT_S = 1.0
 """How long a failed request waits for the receipt that explains it."""
+LAST_WORDS_S: Final = 1.0
+"""How long those whose requests are cut off may take to read why."""
 BACKLOG = 1024
 """Connections that the kernel holds for us; clients come in bursts."""
 TURNS_TO_HANDLER = 5
@@ -403,7 +405,7 @@ async def running_gateway(
             finally:
                 listener.close()
                 await _end(running)
-                await _finish(runner.server, doors, drain)
+                await _finish(runner.server, doors, drain, services.forwarder)
         finally:
             await runner.cleanup()
 
@@ -433,11 +435,16 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
         configure_logging(settings.logging)
 
 
-async def _finish(server: web.Server, doors: Doors, drain: Drain) -> None:
+async def _finish(server: web.Server, doors: Doors, drain: Drain, forwarder: Forwarder) -> None:
     """Let the requests of a closed listener finish; cut off those that take too long."""
     for _ in range(TURNS_TO_HANDLER):
         await asyncio.sleep(0)
     server.pre_shutdown()
     doors.close_idle()
     await drain.finish(doors.has_emptied)
+    forwarder.cut()
+    with contextlib.suppress(TimeoutError):
+        # Clients that read are told so; the others are left.
+        async with asyncio.timeout(LAST_WORDS_S):
+            await doors.has_emptied.wait()
     doors.cut()

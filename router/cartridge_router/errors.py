@@ -21,6 +21,7 @@ RouterError
 │   └── QueueTimeout          429  Retry-After; waited as long as a request may
 ├── AuthenticationUnavailable 503  Retry-After; the keys of tokens are not known now
 ├── NoEligibleReplica         503  Retry-After
+├── GatewayEnding             503  Retry-After; another gateway, or this one after its restart
 ├── CartridgeNotServed        503  Retry-After; the engine did not serve the virtual prefix
 ├── UpstreamUnavailable       502  Retry-After
 ├── UpstreamTimeout           504
@@ -235,6 +236,14 @@ class NoEligibleReplica(RouterError):
 
     status = 503
     code = "no_eligible_replica"
+    retry_after_s = 2
+
+
+class GatewayEnding(RouterError):
+    """This gateway ends, and has waited for the answer as long as it may."""
+
+    status = 503
+    code = "gateway_ending"
     retry_after_s = 2
 
 

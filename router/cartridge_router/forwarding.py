@@ -38,6 +38,7 @@ from cartridge_router.errors import (
     CartridgeNotServed,
     ContextTooLong,
     DeadlineExceeded,
+    GatewayEnding,
     IncompatibleCartridge,
     InvalidRequest,
     RouterError,
@@ -151,6 +152,10 @@ class Exchange:
     def __init__(self, headers: Mapping[str, str]) -> None:
         self.headers = dict(headers)
         self.num_retries = 0
+        self.answer: web.StreamResponse | None = None
+        """What has begun to go to the client."""
+        self.takes_events = False
+        """Whether it is a stream into which events can be put."""
         self.first_byte_s: float | None = None
 
     def note_first_byte(self, replica: ReplicaId, tier: Tier | None) -> None:
@@ -193,6 +198,7 @@ class Forwarder:
         self._receipts = receipts
         self._metrics = metrics
         self._receipt_wait_s = receipt_wait_s
+        self._running: set[asyncio.Timeout] = set()
         self._budget = RetryBudget(ratio=settings.retry_ratio, per_s=settings.retries_per_s)
         self.configure(settings, write_timeout_s)
 
@@ -213,8 +219,37 @@ class Forwarder:
         Raises:
             UpstreamUnavailable: no replica could be reached.
             UpstreamTimeout: one took the request and did not begin to answer in time.
+            GatewayEnding: `cut` came before the answer.
             RouterError: the engine refused the Cartridges; the receipt says why.
         """
+        try:
+            async with asyncio.timeout(None) as running:
+                self._running.add(running)
+                try:
+                    return await self._try_replicas(request, outgoing, exchange)
+                finally:
+                    self._running.discard(running)
+        except TimeoutError as error:
+            if not running.expired():
+                raise
+            ending = GatewayEnding("the gateway ends, and the answer was not whole")
+            if exchange.answer is None:
+                raise ending from error
+            dialect = outgoing.dialect if exchange.takes_events else None
+            await _break_off(request, exchange.answer, ending, dialect)
+            return exchange.answer
+
+    def cut(self) -> None:
+        """Break off all that runs: streams say so, what has not begun to be answered is refused."""
+        if self._running:
+            logger.warning("%d requests are cut off", len(self._running))
+            self._metrics.cut_answers.inc(len(self._running))
+        for running in list(self._running):
+            running.reschedule(0.0)
+
+    async def _try_replicas(
+        self, request: web.Request, outgoing: Outgoing, exchange: Exchange
+    ) -> web.StreamResponse:
         self._budget.note_request()
         num_attempts = None if outgoing.is_lookup else self._settings.max_attempts
         attempts = Attempts(outgoing.replicas[:num_attempts], self._budget)
@@ -365,6 +400,7 @@ class Forwarder:
             headers=_response_headers(upstream.headers, exchange.headers),
         )
         await response.prepare(request)
+        exchange.answer = response
         if is_all:
             await self._write(request, response, first, is_last=True)
             if is_good:
@@ -372,6 +408,7 @@ class Forwarder:
             return response
         # Nothing can be put between events of a stream that the engine has compressed.
         is_open = is_stream and "content-encoding" not in upstream.headers
+        exchange.takes_events = is_open
         chunk, silent_s = first, 0.0
         while True:
             if chunk:
@@ -383,7 +420,8 @@ class Forwarder:
                 logger.warning("request %s: %s broke off: %r", outgoing.request_id, replica, error)
                 self._note_failure(replica)
                 self._metrics.broken_answers.labels(replica).inc()
-                await _break_off(request, response, outgoing.dialect if is_open else None)
+                broken = UpstreamUnavailable("the replica broke off")
+                await _break_off(request, response, broken, outgoing.dialect if is_open else None)
                 return response
             if not chunk:
                 break
@@ -546,14 +584,17 @@ def _response_headers(received: Mapping[str, str], own: Mapping[str, str]) -> CI
 
 
 async def _break_off(
-    request: web.Request, response: web.StreamResponse, dialect: Dialect | None
+    request: web.Request,
+    response: web.StreamResponse,
+    why: RouterError,
+    dialect: Dialect | None,
 ) -> None:
     """Say in the stream that it is incomplete, if it takes events, then close it uncleanly."""
     if dialect is not None:
         try:
-            await response.write(dialect.error_event(UpstreamUnavailable("the replica broke off")))
+            await response.write(dialect.error_event(why))
         except ConnectionError:
-            logger.info("the client was gone before the replica broke off")
+            logger.info("the client was gone before its answer broke off")
     if request.transport is not None:
         # close() flushes the event first; the missing last chunk tells an HTTP client the rest.
         request.transport.close()

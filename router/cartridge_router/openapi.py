@@ -22,6 +22,7 @@ from cartridge_router.errors import (
     CartridgeNotServed,
     ContextTooLong,
     DeadlineExceeded,
+    GatewayEnding,
     IncompatibleCartridge,
     InvalidAdminToken,
     InvalidApiKey,
@@ -81,7 +82,7 @@ _READ: Final = (InvalidRequest, RequestTimeout, RequestTooLarge, RateLimitExceed
 _PLACED: Final = (UnknownModel, AllReplicasSaturated, NoEligibleReplica)
 _QUEUED: Final = (QueueFull, QueueTimeout, DeadlineExceeded)
 _CHOSEN: Final = (UnknownCartridge, IncompatibleCartridge, ContextTooLong)
-_FORWARDED: Final = (UpstreamUnavailable, UpstreamTimeout)
+_FORWARDED: Final = (UpstreamUnavailable, UpstreamTimeout, GatewayEnding)
 
 _RETRY_AFTER: Final = {
     "description": "Seconds after which to ask again.",
