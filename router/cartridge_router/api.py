@@ -24,6 +24,7 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 
 from cartridge_policies.types import Candidate
 from cartridge_proto import names
+from cartridge_proto.residency import ReplicaId
 from cartridge_router.admission import Admission, Ticket
 from cartridge_router.catalog import Catalog
 from cartridge_router.decisions import DecisionLog, LoggedRequest
@@ -35,10 +36,12 @@ from cartridge_router.errors import (
     MethodNotAllowed,
     RequestTimeout,
     RequestTooLarge,
+    ResponseUnavailable,
     RouterError,
     UnknownModel,
     UnknownPath,
     UnknownReceipt,
+    UnknownResponse,
 )
 from cartridge_router.fleet import Fleet, ServedModel
 from cartridge_router.forwarding import Exchange, Forwarder, Outgoing
@@ -49,8 +52,15 @@ from cartridge_router.openapi import DESCRIPTION
 from cartridge_router.placement import Placement, Placer
 from cartridge_router.prefix_salts import SALTED_PATHS, PrefixSalts
 from cartridge_router.receipts import ReceiptBook
-from cartridge_router.request import ParsedRequest, Route, engine_body, parse_request
+from cartridge_router.request import (
+    ParsedRequest,
+    Route,
+    engine_body,
+    parse_request,
+    previous_response_id,
+)
 from cartridge_router.residency_map import ResidencyMap
+from cartridge_router.response_book import MAX_ID_CHARS, ResponseBook
 from cartridge_router.selection import Selection, Selector
 from cartridge_router.settings import Settings
 from cartridge_router.siblings import Siblings
@@ -68,8 +78,8 @@ _OTHERS = (
     "|(?:models|cartridges)(?:/|$)).+}"
 )
 """All but what is served here: that says itself which methods it takes, and no engine is asked."""
-_STORED = re.compile(r"/v1/responses/[^/]+(?:/cancel)?")
-"""What one replica keeps in its memory."""
+_STORED = re.compile(r"/v1/responses/([^/]+)(/.*)?", re.DOTALL)
+"""What one replica keeps in its memory, and what is below it."""
 _CLIENT_CLOSED_REQUEST = 499
 """Status that is counted when the client went away; nobody receives it."""
 _SEPARATOR: Final = re.compile(r"[/\\]")
@@ -97,6 +107,7 @@ class Services:
     admission: Admission
     forwarder: Forwarder
     receipts: ReceiptBook
+    responses: ResponseBook
     decisions: DecisionLog
     metrics: Metrics
     tracer: Tracer
@@ -119,7 +130,8 @@ class _Asked:
     tenant: Tenant
     parsed: ParsedRequest
     steering: Steering
-    is_lookup: bool
+    response_id: str | None
+    """The stored response that it is about, or goes on from."""
     request_id: str
     size_bytes: int
     deadline_s: float | None
@@ -193,8 +205,10 @@ class Api:
                 )
                 selection = self._services.selector.select(asked.parsed, tenant.name)
                 self._services.decisions.add(logged, asked.parsed, selection, tenant.name)
+                holder = await self._find_holder(asked)
                 placement, queued_s = await self._services.admission.place(
-                    _ticket(asked, selection), functools.partial(self._place, asked, selection)
+                    _ticket(asked, selection, holder),
+                    functools.partial(self._place, asked, selection, holder),
                 )
                 logged.place(placement, queued_s)
                 _describe(span, asked.parsed, selection, placement)
@@ -208,6 +222,7 @@ class Api:
                     self._services.metrics.queue_seconds.observe(queued_s)
                 response = await self._services.forwarder.forward(request, outgoing, exchange)
                 status = response.status
+                self._note_found(asked, outgoing, exchange, status)
             except RouterError as error:
                 status = error.status
                 logged.refuse(error)
@@ -249,15 +264,59 @@ class Api:
         except web.RequestPayloadError as error:
             raise InvalidRequest(f"the body cannot be read: {error}") from error
 
-    def _place(self, asked: "_Asked", selection: Selection) -> Placement:
+    async def _find_holder(self, asked: "_Asked") -> ReplicaId | None:
+        """The replica that keeps the response a request is about.
+
+        `None` where it is about none; without tenants also for one that is not known here: it is
+        asked of all replicas.
+
+        Raises:
+            UnknownResponse: with tenants, one that is not known, or another tenant's.
+            ResponseUnavailable: the same, while another worker could not be asked.
+        """
+        response_id, tenant = asked.response_id, asked.tenant.name
+        if response_id is None:
+            return None
+        book, siblings = self._services.responses, self._services.siblings
+        replica, is_all = book.find(response_id, tenant), True
+        if replica is None and siblings is not None and len(response_id) <= MAX_ID_CHARS:
+            replica, is_all = await siblings.find_response(response_id, tenant)
+            if replica is not None:
+                book.note(response_id, tenant, replica)
+        if replica is None and self._services.settings.tenants.is_on:
+            if not is_all:
+                raise ResponseUnavailable("not all processes of the gateway could be asked for it")
+            raise UnknownResponse(f"no response with the id {response_id[:MAX_ID_CHARS]!r}")
+        return replica
+
+    def _note_found(
+        self, asked: "_Asked", outgoing: Outgoing, exchange: Exchange, status: int
+    ) -> None:
+        """Remember which of all replicas has what was asked for."""
+        if outgoing.is_lookup and asked.response_id and status < http.HTTPStatus.BAD_REQUEST:
+            replica = ReplicaId(exchange.headers[names.HEADER_REPLICA])
+            self._services.responses.note(asked.response_id, asked.tenant.name, replica)
+
+    def _place(self, asked: "_Asked", selection: Selection, holder: ReplicaId | None) -> Placement:
         return self._services.placer.place(
-            asked.parsed, selection, policy=asked.steering.policy, must_ask_all=asked.is_lookup
+            asked.parsed,
+            selection,
+            policy=asked.steering.policy,
+            must_ask_all=asked.response_id is not None,
+            holder=holder,
         )
 
     def _outgoing(
         self, request: web.Request, asked: "_Asked", selection: Selection, placement: Placement
     ) -> Outgoing:
         parsed = asked.parsed
+        on_created = None
+        if request.method == "POST" and request.path == Route.RESPONSES:
+            tenant, book = asked.tenant.name, self._services.responses
+
+            def on_created(response_id: str, replica: ReplicaId) -> None:
+                book.note(response_id, tenant, replica)
+
         message = selection.message(
             request_id=asked.request_id,
             deadline_ms=asked.at_most_ms(self._services.settings.cartridges.load_deadline_ms),
@@ -275,10 +334,12 @@ class Api:
             ),
             replicas=tuple(candidate.replica for candidate in placement.decision.ranking),
             composition=selection.composition,
-            is_lookup=asked.is_lookup,
+            is_lookup=asked.response_id is not None and not placement.has_holder,
+            has_holder=placement.has_holder,
             num_openers=DIALECTS[parsed.route].num_openers * parsed.num_choices,
             tiers=placement.tiers,
             deadline_s=asked.deadline_s,
+            on_created=on_created,
         )
 
     def _salt(self, path: str, tenant: Tenant) -> str | None:
@@ -483,31 +544,42 @@ def _asked(
     request_id: str,
     started_s: float,
 ) -> _Asked:
-    is_lookup = _STORED.fullmatch(request.path) is not None
+    stored_id = _stored_id(request)
     steering = read_steering(request.headers, tenant.max_priority)
     deadline_s = steering.deadline_s
+    parsed = parse_request(
+        route,
+        data,
+        request.headers,
+        is_trusted=tenant.is_trusted,
+        needs_body=request.method == "POST" and stored_id is None,
+    )
+    if stored_id is None and request.path.startswith(Route.RESPONSES):
+        stored_id = previous_response_id(parsed)
     return _Asked(
         tenant=tenant,
-        parsed=parse_request(
-            route,
-            data,
-            request.headers,
-            is_trusted=tenant.is_trusted,
-            needs_body=request.method == "POST" and not is_lookup,
-        ),
+        parsed=parsed,
         steering=steering,
-        is_lookup=is_lookup,
+        response_id=stored_id,
         request_id=request_id,
         size_bytes=len(data),
         deadline_s=None if deadline_s is None else started_s + deadline_s,
     )
 
 
-def _ticket(asked: _Asked, selection: Selection) -> Ticket:
+def _stored_id(request: web.Request) -> str | None:
+    """The response that a path names; what is posted beside them (`…/render`) names none."""
+    match = _STORED.fullmatch(request.path)
+    if match is None or (request.method == "POST" and match[2] is None):
+        return None
+    return match[1]
+
+
+def _ticket(asked: _Asked, selection: Selection, holder: ReplicaId | None) -> Ticket:
     return Ticket(
         model=asked.parsed.model,
         tenant=asked.tenant.name,
-        needs=selection.composition,
+        needs=(selection.composition, holder),
         size_bytes=asked.size_bytes,
         priority=asked.steering.priority,
         deadline_s=asked.deadline_s,

@@ -40,6 +40,7 @@ from cartridge_router.placement import Placer
 from cartridge_router.prefix_salts import PrefixSalts
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
+from cartridge_router.response_book import ResponseBook
 from cartridge_router.roster import Source
 from cartridge_router.selection import Selector
 from cartridge_router.settings import KubernetesSettings, Settings, UpstreamClientName
@@ -166,6 +167,9 @@ def _construct(
     store = open_store(settings.store) if settings.store else None
     catalog = Catalog(store, settings.cartridges.refresh_s)
     admission = Admission(fleet, settings.admission)
+    responses = ResponseBook(
+        max_known=settings.responses.max_known, keep_s=settings.responses.keep_s
+    )
 
     def render_metrics() -> bytes:
         return metrics.render(fleet, residency, admission.num_queued)
@@ -177,6 +181,7 @@ def _construct(
             render=render_metrics,
             changes=lambda: fleet.changes,
             follow=fleet.follow,
+            find_response=responses.find,
         )
     services = Services(
         live=LiveSettings(settings),
@@ -204,6 +209,7 @@ def _construct(
             write_timeout_s=settings.clients.write_timeout_s,
         ),
         receipts=receipts,
+        responses=responses,
         decisions=DecisionLog(),
         metrics=metrics,
         tracer=tracer,
@@ -425,6 +431,9 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
         settings.cartridges.allow_uncertified_composition
     )
     services.admission.settings = settings.admission
+    services.responses.configure(
+        max_known=settings.responses.max_known, keep_s=settings.responses.keep_s
+    )
     services.placer.configure(settings.placement)
     services.forwarder.configure(settings.forwarding, settings.clients.write_timeout_s)
     services.drain.settings = settings.drain

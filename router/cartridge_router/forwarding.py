@@ -10,7 +10,7 @@ import email.utils
 import http
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,12 +41,14 @@ from cartridge_router.errors import (
     GatewayEnding,
     IncompatibleCartridge,
     InvalidRequest,
+    ResponseUnavailable,
     RouterError,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
 from cartridge_router.fleet import Fleet, Replica
 from cartridge_router.receipts import ReceiptBook
+from cartridge_router.response_book import HeadReader
 from cartridge_router.retry_budget import RetryBudget
 from cartridge_router.settings import ForwardingSettings
 from cartridge_router.telemetry import Metrics
@@ -138,12 +140,25 @@ class Outgoing:
     composition: str | None
     is_lookup: bool
     """One replica has what is asked for, and nobody knows which: 404 is asked of the next."""
+    has_holder: bool
+    """Only the one replica has it."""
     num_openers: int
     """Events of a stream that come before anything is known of the answer."""
     tiers: Mapping[ReplicaId, Tier]
     """Predicted tier of the Cartridges on each replica; empty without any."""
     deadline_s: float | None = None
     """The client's own for the first byte, by `time.monotonic`; `None` without one."""
+    on_created: Callable[[str, ReplicaId], None] | None = None
+    """Called with the id of the response that is made, before the client learns of it."""
+
+    def unavailable(self, attempts: Attempts) -> RouterError:
+        """Why no replica answered."""
+        failures = "; ".join(attempts.failures)
+        if self.has_holder:
+            return ResponseUnavailable(f"the replica that keeps the response is away ({failures})")
+        if self.is_lookup:
+            return ResponseUnavailable(f"not all replicas could be asked ({failures})")
+        return UpstreamUnavailable(f"no replica could be reached ({failures})")
 
 
 class Exchange:
@@ -175,6 +190,17 @@ class _WithFirstBytes(web.StreamResponse):
     """
 
     _send_headers_immediately = False
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """An answer on its way, behind its first bytes."""
+
+    request: web.Request
+    response: web.StreamResponse
+    upstream: Answer
+    replica: ReplicaId
+    head: HeadReader | None
 
 
 class Forwarder:
@@ -274,8 +300,8 @@ class Forwarder:
                 except _Failed as failed:
                     logger.warning("request %s: %s", outgoing.request_id, failed)
                     if not attempts.go_on(str(failed)):
-                        raise failed.answer or _unavailable(attempts) from failed
-        raise _unavailable(attempts)
+                        raise failed.answer or outgoing.unavailable(attempts) from failed
+        raise outgoing.unavailable(attempts)
 
     async def _send(self, request: web.Request, outgoing: Outgoing, target: Replica) -> Answer:
         """Send to one replica.
@@ -342,6 +368,9 @@ class Forwarder:
         """Judge a replica by the status of its answer; whether the next one is asked instead.
 
         4xx says nothing about a replica, and a failure with Cartridges nothing before its receipt.
+
+        Raises:
+            ResponseUnavailable: none that could be asked has it, and some could not.
         """
         status = upstream.status
         if status in _PUSHED_BACK:
@@ -350,8 +379,14 @@ class Forwarder:
         if status in _FAILED and outgoing.composition is None:
             self._note_failure(replica)
             return attempts.go_on(f"{replica} answered {status}")
-        is_elsewhere = outgoing.is_lookup and status == http.HTTPStatus.NOT_FOUND
-        return is_elsewhere and attempts.ask_next(f"{replica} answered {status}")
+        if not outgoing.is_lookup or status != http.HTTPStatus.NOT_FOUND:
+            return False
+        if attempts.ask_next(f"{replica} answered {status}"):
+            return True
+        if attempts.has_unheard:
+            # It may be where nobody could ask: a 404 would say that it is gone.
+            raise outgoing.unavailable(attempts)
+        return False
 
     def _note_failure(self, replica: ReplicaId) -> None:
         if self._fleet.outliers.note_failure(replica):
@@ -394,6 +429,7 @@ class Forwarder:
         exchange.note_first_byte(replica, outgoing.tiers.get(replica))
         ready, is_all = upstream.ready()
         first += ready
+        head = _head_reader(outgoing, replica, is_stream=is_stream) if is_good else None
         response = (_WithFirstBytes if first or is_all else web.StreamResponse)(
             status=upstream.status,
             reason=upstream.reason,
@@ -401,35 +437,47 @@ class Forwarder:
         )
         await response.prepare(request)
         exchange.answer = response
+        if head is not None:
+            head.take(first)
         if is_all:
             await self._write(request, response, first, is_last=True)
-            if is_good:
-                self._fleet.outliers.note_success(replica)
-            return response
-        # Nothing can be put between events of a stream that the engine has compressed.
-        is_open = is_stream and "content-encoding" not in upstream.headers
-        exchange.takes_events = is_open
+        else:
+            # Nothing can be put between events of a stream that the engine has compressed.
+            exchange.takes_events = is_stream and "content-encoding" not in upstream.headers
+            passing = _Passing(request, response, upstream, replica, head)
+            if not await self._pass_rest(passing, first, outgoing, is_open=exchange.takes_events):
+                return response
+        if is_good:
+            # Not before its end: a replica that breaks off each answer has answered none.
+            self._fleet.outliers.note_success(replica)
+        return response
+
+    async def _pass_rest(
+        self, passing: _Passing, first: bytes, outgoing: Outgoing, *, is_open: bool
+    ) -> bool:
+        """Pass an answer on that begins with `first`; whether it came to its end."""
+        request, response, replica = passing.request, passing.response, passing.replica
         chunk, silent_s = first, 0.0
         while True:
             if chunk:
                 await self._write(request, response, chunk)
             try:
                 can_wait = is_open and _is_between_events(chunk)
-                chunk, silent_s = await self._next_chunk(upstream, silent_s, can_wait=can_wait)
+                chunk, silent_s = await self._next_chunk(
+                    passing.upstream, silent_s, can_wait=can_wait
+                )
             except (UpstreamError, TimeoutError) as error:
                 logger.warning("request %s: %s broke off: %r", outgoing.request_id, replica, error)
                 self._note_failure(replica)
                 self._metrics.broken_answers.labels(replica).inc()
                 broken = UpstreamUnavailable("the replica broke off")
                 await _break_off(request, response, broken, outgoing.dialect if is_open else None)
-                return response
+                return False
             if not chunk:
-                break
-        if is_good:
-            # Not before its end: a replica that breaks off each answer has answered none.
-            self._fleet.outliers.note_success(replica)
-        await self._write(request, response, b"", is_last=True)
-        return response
+                await self._write(request, response, b"", is_last=True)
+                return True
+            if passing.head is not None and not passing.head.is_done:
+                passing.head.take(chunk)
 
     async def _first_bytes(
         self,
@@ -520,6 +568,14 @@ class Forwarder:
         raise error(text)
 
 
+def _head_reader(outgoing: Outgoing, replica: ReplicaId, *, is_stream: bool) -> HeadReader | None:
+    """What looks for the id of a response that is made; `None` where none is."""
+    on_created = outgoing.on_created
+    if on_created is None:
+        return None
+    return HeadReader(is_stream=is_stream, on_id=lambda made: on_created(made, replica))
+
+
 def _has_room(transport: asyncio.Transport, num_bytes: int) -> bool:
     """Whether so many bytes of an answer can be written without waiting for the client."""
     low, high = transport.get_write_buffer_limits()
@@ -542,10 +598,6 @@ def _num_events(data: bytes) -> int:
 
 def _is_between_events(chunk: bytes) -> bool:
     return not chunk or chunk.endswith(_EVENT_ENDS)
-
-
-def _unavailable(attempts: Attempts) -> UpstreamUnavailable:
-    return UpstreamUnavailable(f"no replica could be reached ({'; '.join(attempts.failures)})")
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

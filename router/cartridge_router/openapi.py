@@ -34,12 +34,14 @@ from cartridge_router.errors import (
     ReplicaExists,
     RequestTimeout,
     RequestTooLarge,
+    ResponseUnavailable,
     RouterError,
     UnknownCartridge,
     UnknownModel,
     UnknownPath,
     UnknownReceipt,
     UnknownReplica,
+    UnknownResponse,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -83,6 +85,7 @@ _PLACED: Final = (UnknownModel, AllReplicasSaturated, NoEligibleReplica)
 _QUEUED: Final = (QueueFull, QueueTimeout, DeadlineExceeded)
 _CHOSEN: Final = (UnknownCartridge, IncompatibleCartridge, ContextTooLong)
 _FORWARDED: Final = (UpstreamUnavailable, UpstreamTimeout, GatewayEnding)
+_STORED: Final = (UnknownResponse, ResponseUnavailable)
 
 _RETRY_AFTER: Final = {
     "description": "Seconds after which to ask again.",
@@ -308,6 +311,7 @@ def _generating(route: Route, summary: str) -> _Operation:
         errors=(
             *(*_KEYED, *_READ, *_PLACED, *_QUEUED),
             *(*_CHOSEN, CartridgeNotServed, *_FORWARDED),
+            *(_STORED if route is Route.RESPONSES else ()),
         ),
         parameters=(_CARTRIDGE_HEADER, *_STEERING, _ID_HEADER),
         is_anthropic=route is Route.MESSAGES,
@@ -323,7 +327,10 @@ def _passed(method: str, path: str) -> _Operation:
         tag="engine",
         body=EngineFields if method == "post" else None,
         parameters=(*_STEERING, _ID_HEADER),
-        errors=(*_KEYED, *_READ, *_PLACED, *_QUEUED, UnknownPath, *_FORWARDED),
+        errors=(
+            *(*_KEYED, *_READ, *_PLACED, *_QUEUED, UnknownPath, *_FORWARDED),
+            *(_STORED if path == "/v1/{tail}" else ()),
+        ),
         is_anthropic=path == Route.COUNT_TOKENS,
     )
 

@@ -29,6 +29,7 @@ from cartridge_router.errors import (
     ContextTooLong,
     IncompatibleCartridge,
     NoEligibleReplica,
+    ResponseUnavailable,
     RouterError,
     UnknownModel,
 )
@@ -47,6 +48,8 @@ class Placement:
     mode: MapMode
     map_age_s: float | None
     is_certified: bool
+    has_holder: bool = False
+    """One replica has what the request is about: nobody was chosen."""
 
     @property
     def replica(self) -> ReplicaId:
@@ -66,7 +69,8 @@ class Placement:
     def reason(self) -> str:
         """One word on why, and whether the composition is certified."""
         mode = "" if self.mode is MapMode.EXACT else f"; map={self.mode}"
-        return self.decision.reason + mode + ("" if self.is_certified else "; uncertified")
+        why = "stored" if self.has_holder else self.decision.reason
+        return why + mode + ("" if self.is_certified else "; uncertified")
 
 
 class _Hindrance(Exception):
@@ -110,10 +114,12 @@ class Placer:
         *,
         policy: str | None = None,
         must_ask_all: bool = False,
+        holder: ReplicaId | None = None,
     ) -> Placement:
         """Choose a replica; with `must_ask_all` also those that are better left alone.
 
-        `policy`: a key of `POLICIES`; `None` = that of the settings.
+        `policy`: a key of `POLICIES`; `None` = that of the settings. `holder`: the only one that
+        will do, as it keeps what the request is about.
 
         Raises:
             UnknownModel: no replica serves the model.
@@ -121,19 +127,20 @@ class Placer:
             ContextTooLong: the Cartridges fill the context of every replica of the model.
             NoEligibleReplica: none is able now, and one that is away may be.
             AllReplicasSaturated: all that are able are at their limit.
+            ResponseUnavailable: the holder is away.
         """
+        replicas = self._fleet.replicas if holder is None else [self._present(holder)]
         hindrances: dict[ReplicaId, _Hindrance] = {}
-        for replica in self._fleet.replicas:
+        for replica in replicas:
             try:
                 self._check(replica, request, selection)
             except _Hindrance as hindrance:
                 hindrances[replica.replica] = hindrance
         refusals = {name: hindrance.text for name, hindrance in hindrances.items()}
-        if not must_ask_all:
+        if not must_ask_all and holder is None:
             refusals |= self._outliers(refusals)
         views = [
-            self._view(replica, selection, refusals.get(replica.replica))
-            for replica in self._fleet.replicas
+            self._view(replica, selection, refusals.get(replica.replica)) for replica in replicas
         ]
         demand = Demand(
             model=request.model,
@@ -147,8 +154,15 @@ class Placer:
         view = ClusterView(tuple(views), mode, next(self._ticks))
         decision = self._policies[policy or self._default].decide(demand, view)
         if isinstance(decision, Refusal):
-            raise self._error(request, decision, hindrances)
-        return Placement(decision, mode, age_s, selection.is_certified)
+            raise self._error(request, decision, hindrances, len(replicas))
+        return Placement(decision, mode, age_s, selection.is_certified, holder is not None)
+
+    def _present(self, holder: ReplicaId) -> Replica:
+        replica = self._fleet.find(holder)
+        if replica is None or not replica.is_healthy:
+            # It may come back with what it keeps.
+            raise ResponseUnavailable(f"the replica that keeps the response, {holder}, is away")
+        return replica
 
     def _outliers(self, refusals: Mapping[ReplicaId, str]) -> dict[ReplicaId, str]:
         """Replicas to leave alone, and why, while there are others that are able."""
@@ -215,12 +229,13 @@ class Placer:
         request: ParsedRequest,
         refusal: Refusal,
         hindrances: Mapping[ReplicaId, _Hindrance],
+        num_replicas: int,
     ) -> RouterError:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refusal.reasons.items())
         if refusal.kind is RefusalKind.SATURATED:
             return AllReplicasSaturated(f"all replicas are busy ({reasons})")
         lasting = [h for h in hindrances.values() if h.error is not None]
-        if len(lasting) == len(self._fleet.replicas):
+        if len(lasting) == num_replicas:
             for hindrance in lasting:
                 if hindrance.error is not None and hindrance.error is not UnknownModel:
                     return hindrance.error(hindrance.text, param=FIELD_CARTRIDGE_IDS)

@@ -23,6 +23,7 @@ from cartridge_proto.names import (
     FIELD_EC_TRANSFER_PARAMS,
     FIELD_KV_HINTS,
     FIELD_KV_TRANSFER_PARAMS,
+    FIELD_PREVIOUS_RESPONSE,
     FIELD_PRIORITY,
     FIELD_PROMPT,
     FIELD_PROMPT_EMBEDS,
@@ -161,6 +162,24 @@ def parse_request(
         num_output_tokens=_num_output_tokens(fields, body),
         num_choices=int(min(max(1.0, fields.n or 1.0), MAX_CHOICES)),
     )
+
+
+def previous_response_id(request: ParsedRequest) -> str | None:
+    """The stored response that a new one goes on from; `None` without one.
+
+    Raises:
+        InvalidRequest: it is no text.
+    """
+    if isinstance(request.body, bytes):
+        return None
+    member = request.body.members.get(FIELD_PREVIOUS_RESPONSE)
+    if member is None:
+        return None
+    try:
+        return msgspec.json.decode(member.value, type=str | None)
+    except msgspec.ValidationError as error:
+        text = f"{FIELD_PREVIOUS_RESPONSE}: {error}"
+        raise InvalidRequest(text, param=FIELD_PREVIOUS_RESPONSE) from error
 
 
 def _form_field(data: bytes, content_type: str, name: str) -> str:

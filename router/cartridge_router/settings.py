@@ -131,6 +131,15 @@ class CartridgeSettings(_Section, frozen=True, kw_only=True):
     """How often the store is looked through for new aliases."""
 
 
+class ResponseSettings(_Section, frozen=True, kw_only=True):
+    """What is known of responses that replicas keep (`/v1/responses`): which one, and whose."""
+
+    max_known: PositiveCount = 100_000
+    """In each process, some 300 bytes each; more push out the oldest."""
+    keep_s: PositiveSeconds = 86_400.0
+    """How long one is known."""
+
+
 class ResidencySettings(_Section, frozen=True, kw_only=True):
     """How far the map is believed."""
 
@@ -335,6 +344,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     admission: AdmissionSettings = AdmissionSettings()
     cartridges: CartridgeSettings = CartridgeSettings()
     residency: ResidencySettings = ResidencySettings()
+    responses: ResponseSettings = ResponseSettings()
     fleet: FleetSettings = FleetSettings()
     drain: DrainSettings = DrainSettings()
     admin: AdminSettings = AdminSettings()
