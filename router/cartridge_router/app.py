@@ -34,6 +34,7 @@ from cartridge_router.errors import ConfigurationError
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder
 from cartridge_router.limits import Limits
+from cartridge_router.listening import Listener, listening_sockets
 from cartridge_router.live_settings import LiveSettings, SettingsSource
 from cartridge_router.logs import configure_logging, server_logger
 from cartridge_router.placement import Placer
@@ -68,8 +69,8 @@ LAST_WORDS_S: Final = 1.0
 """How long those whose requests are cut off may take to read why."""
 BACKLOG = 1024
 """Connections that the kernel holds for us; clients come in bursts."""
-TURNS_TO_HANDLER = 5
-"""Of the event loop, in which bytes that have come become a request that is handled."""
+TURNS_TO_HANDLER = 10
+"""Of the event loop, in which a connection becomes one, and its bytes a request that is handled."""
 UPSTREAM_BUFFER_BYTES = 8192
 """Of an answer, that are held for a client that does not read; its replica waits with the rest."""
 ENGINE_KEEPALIVE_S = 3.0
@@ -376,14 +377,18 @@ async def running_gateway(
         await runner.setup()
         assert runner.server is not None  # noqa: S101 - there after `setup`
         try:
-            listener = await asyncio.get_running_loop().create_server(
-                doors.before(runner.server),
+            sockets = await asyncio.to_thread(
+                listening_sockets,
                 settings.host,
                 settings.port if worker is None else worker.port,
                 backlog=BACKLOG,
                 reuse_port=worker is not None,
-                ssl=None if tls is None else tls.context,
-                ssl_handshake_timeout=None if tls is None else clients.head_timeout_s,
+            )
+            listener = Listener(
+                sockets,
+                doors.before(runner.server),
+                tls=None if tls is None else tls.context,
+                handshake_timeout_s=clients.head_timeout_s,
             )
             jobs = list[Job]()
             failures = services.metrics.reload_failures
@@ -406,12 +411,13 @@ async def running_gateway(
                     await stack.enter_async_context(services.siblings.listening())
                     # What changed between the first look and now nobody could tell this worker.
                     await services.siblings.catch_up()
-                port = listener.sockets[0].getsockname()[1]
-                yield f"{'http' if tls is None else 'https'}://{settings.host}:{port}"
+                scheme = "http" if tls is None else "https"
+                yield f"{scheme}://{settings.host}:{listener.port}"
             finally:
                 listener.close()
                 await _end(running)
                 await _finish(runner.server, doors, drain, services.forwarder)
+                await listener.end()
         finally:
             await runner.cleanup()
 
