@@ -30,7 +30,7 @@ from cartridge_router.discovery.registrations import Registrations
 from cartridge_router.discovery.watched_file import WatchedFile
 from cartridge_router.doors import Doors, most_connections
 from cartridge_router.drain import Drain
-from cartridge_router.errors import ConfigurationError
+from cartridge_router.errors import ConfigurationError, GatewayEnding
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder
 from cartridge_router.limits import Limits
@@ -416,7 +416,7 @@ async def running_gateway(
             finally:
                 listener.close()
                 await _end(running)
-                await _finish(runner.server, doors, drain, services.forwarder)
+                await _finish(runner.server, doors, drain, services)
                 await listener.end()
         finally:
             await runner.cleanup()
@@ -450,14 +450,18 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
         configure_logging(settings.logging)
 
 
-async def _finish(server: web.Server, doors: Doors, drain: Drain, forwarder: Forwarder) -> None:
+async def _finish(server: web.Server, doors: Doors, drain: Drain, services: Services) -> None:
     """Let the requests of a closed listener finish; cut off those that take too long."""
     for _ in range(TURNS_TO_HANDLER):
         await asyncio.sleep(0)
     server.pre_shutdown()
     doors.close_idle()
     await drain.finish(doors.has_emptied)
-    forwarder.cut()
+    # First those who wait: what is cut gives room.
+    services.admission.refuse_all(
+        GatewayEnding("the gateway ends, and there was no room until then")
+    )
+    services.forwarder.cut()
     with contextlib.suppress(TimeoutError):
         # Clients that read are told so; the others are left.
         async with asyncio.timeout(LAST_WORDS_S):

@@ -13,7 +13,12 @@ from aiohttp import web
 
 from cartridge_router.app import drain_of, running_gateway
 from cartridge_router.drain import Drain
-from cartridge_router.settings import DrainSettings, ForwardingSettings, UpstreamClientName
+from cartridge_router.settings import (
+    DrainSettings,
+    ForwardingSettings,
+    PlacementSettings,
+    UpstreamClientName,
+)
 from tests.router.gateway_client import CHAT, Gateway, quick_gateway, until_true
 from tests.router.gateway_process import running_process
 from tests.router.stub_engine import Handler, StartStub, StubEngine, answer_ok, never_answer
@@ -183,6 +188,23 @@ async def test_a_request_without_an_answer_is_refused_at_the_end(
     reply = await asking
     assert (reply.status, reply.error["code"]) == (503, "gateway_ending")
     assert reply.headers["Retry-After"] == "2"
+
+
+async def test_who_waits_for_room_is_refused_at_the_end(
+    session: aiohttp.ClientSession, start_stub: StartStub
+) -> None:
+    """Whoever had the room is cut, and nobody gets it after that."""
+    stub = await start_stub(never_answer)
+    settings = quick_gateway(
+        stub.url, drain=QUICK_END, placement=PlacementSettings(max_in_flight=1)
+    )
+    async with running_gateway(settings, None) as url:
+        gateway = Gateway(session, url)
+        asking = [asyncio.create_task(gateway.post_bytes(CHAT, ODD_BODY)) for _ in range(3)]
+        await gateway.has_metric("cartridge_router_queued", 2)
+    for reply in await asyncio.gather(*asking):
+        assert (reply.status, reply.error["code"]) == (503, "gateway_ending")
+    assert len(stub.requests) == 1
 
 
 @pytest.mark.parametrize(
