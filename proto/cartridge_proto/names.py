@@ -53,6 +53,7 @@ FIELD_KV_HINTS: Final = "kv_hints"
 FIELD_EC_TRANSFER_PARAMS: Final = "ec_transfer_params"
 FIELD_REQUEST_ID: Final = "request_id"
 FIELD_PRIORITY: Final = "priority"
+FIELD_PREVIOUS_RESPONSE: Final = "previous_response_id"
 FIELD_PROMPT: Final = "prompt"
 FIELD_PROMPT_EMBEDS: Final = "prompt_embeds"
 FIELD_CHAT_TEMPLATE: Final = "chat_template"
@@ -144,6 +145,7 @@ def store_aliases_key(prefix: str) -> str:
 DOMAIN_COMPOSITION: Final = b"cartridge-composition-v1"
 DOMAIN_FINGERPRINT: Final = b"cartridge-model-fingerprint-v1"
 DOMAIN_ENVELOPE: Final = b"cartridge-envelope-v1"
+DOMAIN_TENANT_SALT: Final = b"cartridge-tenant-salt-v1"
 
 # --- entry points ----------------------------------------------------------------------------
 ENTRY_POINT_COMMANDS: Final = "cartridge_router.commands"
@@ -175,6 +177,7 @@ METRIC_CONNECTIONS: Final = "cartridge_router_connections"
 METRIC_RELOAD_FAILURES: Final = "cartridge_router_reload_failures"
 METRIC_EJECTIONS: Final = "cartridge_router_ejections"
 METRIC_BROKEN_ANSWERS: Final = "cartridge_router_broken_answers"
+METRIC_CUT_ANSWERS: Final = "cartridge_router_cut_answers"
 
 # --- trace spans and attributes (OpenTelemetry) ------------------------------------------------
 ATTR_REPLICA: Final = "cartridge.replica"

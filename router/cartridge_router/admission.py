@@ -26,6 +26,7 @@ from cartridge_router.errors import (
     DeadlineExceeded,
     QueueFull,
     QueueTimeout,
+    RouterError,
 )
 from cartridge_router.fleet import Fleet
 from cartridge_router.placement import Placement
@@ -247,6 +248,13 @@ class Admission:
         while True:
             await asyncio.sleep(LOOK_S)
             self._look_soon()
+
+    def refuse_all(self, error: RouterError) -> None:
+        """Let nobody wait any longer, and say why."""
+        for queue in self._queues.values():
+            for waiter in queue.in_order():
+                if not waiter.answer.done():
+                    waiter.answer.set_result(error)
 
     def _look_soon(self) -> None:
         # Not at once: whoever gave the room up may be about to take it for itself.

@@ -24,6 +24,7 @@ from opentelemetry.trace import Span, Tracer
 
 from cartridge_policies.types import Candidate
 from cartridge_proto import names
+from cartridge_proto.residency import ReplicaId
 from cartridge_router.admission import Admission, Ticket
 from cartridge_router.catalog import Catalog
 from cartridge_router.decisions import DecisionLog, LoggedRequest
@@ -39,10 +40,12 @@ from cartridge_router.errors import (
     NoEligibleReplica,
     RequestTimeout,
     RequestTooLarge,
+    ResponseUnavailable,
     RouterError,
     UnknownModel,
     UnknownPath,
     UnknownReceipt,
+    UnknownResponse,
 )
 from cartridge_router.finding import Finder
 from cartridge_router.fleet import Fleet, ServedModel
@@ -53,9 +56,17 @@ from cartridge_router.logs import REQUEST_ID
 from cartridge_router.observations import Observations
 from cartridge_router.openapi import DESCRIPTION
 from cartridge_router.placement import Placement, Placer
+from cartridge_router.prefix_salts import SALTED_PATHS, PrefixSalts
 from cartridge_router.receipts import ReceiptBook
-from cartridge_router.request import ParsedRequest, Route, engine_body, parse_request
+from cartridge_router.request import (
+    ParsedRequest,
+    Route,
+    engine_body,
+    parse_request,
+    previous_response_id,
+)
 from cartridge_router.residency_map import ResidencyMap
+from cartridge_router.response_book import MAX_ID_CHARS, ResponseBook
 from cartridge_router.selection import NO_CARTRIDGES, SelectedBy, Selection, Selector
 from cartridge_router.settings import Settings
 from cartridge_router.siblings import Siblings
@@ -69,12 +80,12 @@ _RANKING = ("/score", "/rerank", "/v2/rerank")
 logger = logging.getLogger(__name__)
 
 _OTHERS = (
-    "/v1/{tail:(?!(?:chat/completions|completions|responses|messages)$"
+    "/v1/{tail:(?!(?:chat/completions|completions|responses|messages(?:/count_tokens)?)$"
     "|(?:models|cartridges)(?:/|$)).+}"
 )
 """All but what is served here: that says itself which methods it takes, and no engine is asked."""
-_STORED = re.compile(r"/v1/responses/[^/]+(?:/cancel)?")
-"""What one replica keeps in its memory."""
+_STORED = re.compile(r"/v1/responses/([^/]+)(/.*)?", re.DOTALL)
+"""What one replica keeps in its memory, and what is below it."""
 _CLIENT_CLOSED_REQUEST = 499
 """Status that is counted when the client went away; nobody receives it."""
 _SEPARATOR: Final = re.compile(r"[/\\]")
@@ -101,6 +112,7 @@ class Services:
 
     live: LiveSettings
     tenants: Tenants
+    salts: PrefixSalts
     limits: Limits
     catalog: Catalog
     residency: ResidencyMap
@@ -112,6 +124,7 @@ class Services:
     forwarder: Forwarder
     observations: Observations
     receipts: ReceiptBook
+    responses: ResponseBook
     decisions: DecisionLog
     metrics: Metrics
     tracer: Tracer | None
@@ -135,7 +148,8 @@ class _Asked:
     tenant: Tenant
     parsed: ParsedRequest
     steering: Steering
-    is_lookup: bool
+    response_id: str | None
+    """The stored response that it is about, or goes on from."""
     request_id: str
     size_bytes: int
     deadline_s: float | None
@@ -171,6 +185,7 @@ class Api:
             web.post(Route.COMPLETIONS, self._handler(Route.COMPLETIONS)),
             web.post(Route.RESPONSES, self._handler(Route.RESPONSES)),
             web.post(Route.MESSAGES, self._handler(Route.MESSAGES)),
+            web.post(Route.COUNT_TOKENS, self._handler(Route.COUNT_TOKENS)),
             web.get("/v1/models", self._for_tenants(self.models)),
             web.get("/v1/models/{model:.+}", self._for_tenants(self.model)),
             web.get("/v1/cartridges", self._for_tenants(self.cartridges)),
@@ -258,8 +273,10 @@ class Api:
         self, request: web.Request, asked: "_Asked", selection: Selection, told: "_Told"
     ) -> web.StreamResponse:
         exchange, metrics = told.exchange, self._services.metrics
+        holder = await self._find_holder(asked)
         placement, queued_s = await self._services.admission.place(
-            _ticket(asked, selection), functools.partial(self._place, asked, selection)
+            _ticket(asked, selection, holder),
+            functools.partial(self._place, asked, selection, holder),
         )
         told.logged.place(placement, queued_s)
         _describe(told.span, asked.parsed, selection, placement)
@@ -269,7 +286,9 @@ class Api:
         metrics.overhead_seconds.observe(overhead_s)
         if queued_s is not None:
             metrics.queue_seconds.observe(queued_s)
-        return await self._services.forwarder.forward(request, outgoing, exchange)
+        response = await self._services.forwarder.forward(request, outgoing, exchange)
+        self._note_found(asked, outgoing, exchange, response.status)
+        return response
 
     async def _read_body(self, request: web.Request) -> bytes:
         limit, clients = self._services.settings.max_body_bytes, self._services.settings.clients
@@ -299,38 +318,93 @@ class Api:
         except web.RequestPayloadError as error:
             raise InvalidRequest(f"the body cannot be read: {error}") from error
 
-    def _place(self, asked: "_Asked", selection: Selection) -> Placement:
+    async def _find_holder(self, asked: "_Asked") -> ReplicaId | None:
+        """The replica that keeps the response a request is about.
+
+        `None` where it is about none; without tenants also for one that is not known here: it is
+        asked of all replicas.
+
+        Raises:
+            UnknownResponse: with tenants, one that is not known, or another tenant's.
+            ResponseUnavailable: the same, while another worker could not be asked.
+        """
+        response_id, tenant = asked.response_id, asked.tenant.name
+        if response_id is None:
+            return None
+        book, siblings = self._services.responses, self._services.siblings
+        replica, is_all = book.find(response_id, tenant), True
+        if replica is None and siblings is not None and len(response_id) <= MAX_ID_CHARS:
+            replica, is_all = await siblings.find_response(response_id, tenant)
+            if replica is not None:
+                book.note(response_id, tenant, replica)
+        if replica is None and self._services.settings.tenants.is_on:
+            if not is_all:
+                raise ResponseUnavailable("not all processes of the gateway could be asked for it")
+            raise UnknownResponse(f"no response with the id {response_id[:MAX_ID_CHARS]!r}")
+        return replica
+
+    def _note_found(
+        self, asked: "_Asked", outgoing: Outgoing, exchange: Exchange, status: int
+    ) -> None:
+        """Remember which of all replicas has what was asked for."""
+        if outgoing.is_lookup and asked.response_id and status < http.HTTPStatus.BAD_REQUEST:
+            replica = ReplicaId(exchange.headers[names.HEADER_REPLICA])
+            self._services.responses.note(asked.response_id, asked.tenant.name, replica)
+
+    def _place(self, asked: "_Asked", selection: Selection, holder: ReplicaId | None) -> Placement:
         return self._services.placer.place(
             asked.parsed,
             selection,
             policy=asked.steering.policy,
             session=asked.steering.session,
-            must_ask_all=asked.is_lookup,
+            must_ask_all=asked.response_id is not None,
+            holder=holder,
         )
 
     def _outgoing(
         self, request: web.Request, asked: "_Asked", selection: Selection, placement: Placement
     ) -> Outgoing:
-        parsed, message = asked.parsed, None
+        parsed, message, on_created = asked.parsed, None, None
+        if request.method == "POST" and request.path == Route.RESPONSES:
+            tenant, book = asked.tenant.name, self._services.responses
+
+            def on_created(response_id: str, replica: ReplicaId) -> None:
+                book.note(response_id, tenant, replica)
+
         if selection.composition is not None:
             message = selection.message(
                 request_id=asked.request_id,
                 deadline_ms=asked.at_most_ms(self._services.settings.cartridges.load_deadline_ms),
                 traceparent=current_traceparent(),
             )
-        num_asked = None if asked.is_lookup else self._services.settings.forwarding.max_attempts
+        is_lookup = asked.response_id is not None and not placement.has_holder
+        num_asked = None if is_lookup else self._services.settings.forwarding.max_attempts
         return Outgoing(
             request_id=asked.request_id,
             path=request.path_qs,
             dialect=DIALECTS[parsed.route],
-            body=engine_body(parsed, message, is_trusted=asked.tenant.is_trusted),
+            body=engine_body(
+                parsed,
+                message,
+                is_trusted=asked.tenant.is_trusted,
+                salt=self._salt(request.path, asked.tenant),
+            ),
             candidates=tuple(placement.decision.ranking[:num_asked]),
             demand=placement.demand,
             composition=selection.composition,
-            is_lookup=asked.is_lookup,
+            is_lookup=is_lookup,
+            has_holder=placement.has_holder,
             num_openers=DIALECTS[parsed.route].num_openers * parsed.num_choices,
             deadline_s=asked.deadline_s,
+            on_created=on_created,
         )
+
+    def _salt(self, path: str, tenant: Tenant) -> str | None:
+        """What keeps a plain request of a tenant apart in prefix caches, where that is asked."""
+        settings = self._services.settings.tenants
+        if not settings.is_on or not settings.has_own_prefix_caches or path not in SALTED_PATHS:
+            return None
+        return self._services.salts.of(tenant.name)
 
     def _count(
         self,
@@ -540,31 +614,42 @@ def _asked(
     request_id: str,
     started_s: float,
 ) -> _Asked:
-    is_lookup = _STORED.fullmatch(request.path) is not None
+    stored_id = _stored_id(request)
     steering = read_steering(request.headers, tenant.max_priority)
     deadline_s = steering.deadline_s
+    parsed = parse_request(
+        route,
+        data,
+        request.headers,
+        is_trusted=tenant.is_trusted,
+        needs_body=request.method == "POST" and stored_id is None,
+    )
+    if stored_id is None and request.path.startswith(Route.RESPONSES):
+        stored_id = previous_response_id(parsed)
     return _Asked(
         tenant=tenant,
-        parsed=parse_request(
-            route,
-            data,
-            request.headers,
-            is_trusted=tenant.is_trusted,
-            needs_body=request.method == "POST" and not is_lookup,
-        ),
+        parsed=parsed,
         steering=steering,
-        is_lookup=is_lookup,
+        response_id=stored_id,
         request_id=request_id,
         size_bytes=len(data),
         deadline_s=None if deadline_s is None else started_s + deadline_s,
     )
 
 
-def _ticket(asked: _Asked, selection: Selection) -> Ticket:
+def _stored_id(request: web.Request) -> str | None:
+    """The response that a path names; what is posted beside them (`…/render`) names none."""
+    match = _STORED.fullmatch(request.path)
+    if match is None or (request.method == "POST" and match[2] is None):
+        return None
+    return match[1]
+
+
+def _ticket(asked: _Asked, selection: Selection, holder: ReplicaId | None) -> Ticket:
     return Ticket(
         model=asked.parsed.model,
         tenant=asked.tenant.name,
-        needs=selection.composition,
+        needs=(selection.composition, holder),
         size_bytes=asked.size_bytes,
         priority=asked.steering.priority,
         deadline_s=asked.deadline_s,

@@ -30,17 +30,20 @@ from cartridge_router.discovery.registrations import Registrations
 from cartridge_router.discovery.watched_file import WatchedFile
 from cartridge_router.doors import Doors, most_connections
 from cartridge_router.drain import Drain
-from cartridge_router.errors import ConfigurationError
+from cartridge_router.errors import ConfigurationError, GatewayEnding
 from cartridge_router.finding import Finder, SearchOutcome
 from cartridge_router.fleet import Fleet
 from cartridge_router.forwarding import Forwarder
 from cartridge_router.limits import Limits
+from cartridge_router.listening import Listener, listening_sockets
 from cartridge_router.live_settings import LiveSettings, SettingsSource
 from cartridge_router.logs import configure_logging, server_logger
 from cartridge_router.observations import Observations
 from cartridge_router.placement import Placer
+from cartridge_router.prefix_salts import PrefixSalts
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
+from cartridge_router.response_book import ResponseBook
 from cartridge_router.retrieval.errors import ExtraMissing
 from cartridge_router.roster import Source
 from cartridge_router.selection import Selector
@@ -65,10 +68,12 @@ FIRST_LOOK_S = 3.0
 """How long the first probes may keep the gateway from listening: engines may be busy."""
 RECEIPT_WAIT_S = 1.0
 """How long a failed request waits for the receipt that explains it."""
+LAST_WORDS_S: Final = 1.0
+"""How long those whose requests are cut off may take to read why."""
 BACKLOG = 1024
 """Connections that the kernel holds for us; clients come in bursts."""
-TURNS_TO_HANDLER = 5
-"""Of the event loop, in which bytes that have come become a request that is handled."""
+TURNS_TO_HANDLER = 10
+"""Of the event loop, in which a connection becomes one, and its bytes a request that is handled."""
 UPSTREAM_BUFFER_BYTES = 8192
 """Of an answer, that are held for a client that does not read; its replica waits with the rest."""
 ENGINE_KEEPALIVE_S = 3.0
@@ -176,6 +181,9 @@ def _construct(
     store = open_store(settings.store) if settings.store else None
     catalog = Catalog(store, settings.cartridges.refresh_s)
     admission = Admission(fleet, settings.admission)
+    responses = ResponseBook(
+        max_known=settings.responses.max_known, keep_s=settings.responses.keep_s
+    )
 
     def render_metrics() -> bytes:
         return metrics.render(fleet, residency, admission.num_queued)
@@ -187,6 +195,7 @@ def _construct(
             render=render_metrics,
             changes=lambda: fleet.changes,
             follow=fleet.follow,
+            find_response=responses.find,
         )
     selector = Selector(
         catalog,
@@ -201,6 +210,7 @@ def _construct(
     services = Services(
         live=LiveSettings(settings),
         tenants=tenants,
+        salts=PrefixSalts(key),
         limits=Limits(),
         catalog=catalog,
         residency=residency,
@@ -223,6 +233,7 @@ def _construct(
         ),
         observations=observations,
         receipts=receipts,
+        responses=responses,
         decisions=DecisionLog(),
         metrics=metrics,
         tracer=tracer,
@@ -409,14 +420,18 @@ async def running_gateway(
         await runner.setup()
         assert runner.server is not None  # noqa: S101 - there after `setup`
         try:
-            listener = await asyncio.get_running_loop().create_server(
-                doors.before(runner.server),
+            sockets = await asyncio.to_thread(
+                listening_sockets,
                 settings.host,
                 settings.port if worker is None else worker.port,
                 backlog=BACKLOG,
                 reuse_port=worker is not None,
-                ssl=None if tls is None else tls.context,
-                ssl_handshake_timeout=None if tls is None else clients.head_timeout_s,
+            )
+            listener = Listener(
+                sockets,
+                doors.before(runner.server),
+                tls=None if tls is None else tls.context,
+                handshake_timeout_s=clients.head_timeout_s,
             )
             jobs = list[Job]()
             failures = services.metrics.reload_failures
@@ -439,12 +454,13 @@ async def running_gateway(
                     await stack.enter_async_context(services.siblings.listening())
                     # What changed between the first look and now nobody could tell this worker.
                     await services.siblings.catch_up()
-                port = listener.sockets[0].getsockname()[1]
-                yield f"{'http' if tls is None else 'https'}://{settings.host}:{port}"
+                scheme = "http" if tls is None else "https"
+                yield f"{scheme}://{settings.host}:{listener.port}"
             finally:
                 listener.close()
                 await _end(running)
-                await _finish(runner.server, doors, drain)
+                await _finish(runner.server, doors, drain, services)
+                await listener.end()
         finally:
             await runner.cleanup()
 
@@ -465,6 +481,9 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
     )
     services.finder.settings = settings.selection
     services.admission.settings = settings.admission
+    services.responses.configure(
+        max_known=settings.responses.max_known, keep_s=settings.responses.keep_s
+    )
     services.placer.configure(settings.placement)
     services.observations.is_learning = settings.placement.learn_rates
     services.forwarder.configure(settings.forwarding, settings.clients.write_timeout_s)
@@ -476,11 +495,20 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
         configure_logging(settings.logging)
 
 
-async def _finish(server: web.Server, doors: Doors, drain: Drain) -> None:
+async def _finish(server: web.Server, doors: Doors, drain: Drain, services: Services) -> None:
     """Let the requests of a closed listener finish; cut off those that take too long."""
     for _ in range(TURNS_TO_HANDLER):
         await asyncio.sleep(0)
     server.pre_shutdown()
     doors.close_idle()
     await drain.finish(doors.has_emptied)
+    # First those who wait: what is cut gives room.
+    services.admission.refuse_all(
+        GatewayEnding("the gateway ends, and there was no room until then")
+    )
+    services.forwarder.cut()
+    with contextlib.suppress(TimeoutError):
+        # Clients that read are told so; the others are left.
+        async with asyncio.timeout(LAST_WORDS_S):
+            await doors.has_emptied.wait()
     doors.cut()

@@ -18,6 +18,8 @@ class Attempts:
 
     def __init__(self, replicas: Sequence[ReplicaId], budget: RetryBudget) -> None:
         self.failures: list[str] = []
+        self.has_unheard = False
+        """Some replica has not said whether it has what is asked for."""
         self._replicas = replicas
         self._budget = budget
         self._has_been_pushed_back = False
@@ -28,6 +30,7 @@ class Attempts:
     def go_on(self, failure: str, *, is_push_back: bool = False) -> bool:
         """Note why the present replica does not answer; whether the next one may be asked."""
         self.failures.append(failure)
+        self.has_unheard = True
         if len(self.failures) >= len(self._replicas):
             return False
         if is_push_back:
@@ -43,4 +46,5 @@ class Attempts:
 
     def pass_over(self, failure: str) -> None:
         """Note why the present replica is not asked at all; the next one costs nothing."""
+        self.has_unheard = True
         self.failures.append(failure)

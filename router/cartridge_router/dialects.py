@@ -76,5 +76,6 @@ DIALECTS: Final = {
     Route.RESPONSES: Dialect("chat", ConventionKind.SYSTEM_TURN, num_openers=2),
     # `message_start`.
     Route.MESSAGES: Dialect("chat", ConventionKind.SYSTEM_TURN, num_openers=1, is_anthropic=True),
+    Route.COUNT_TOKENS: Dialect("other", is_anthropic=True),
     Route.OTHER: Dialect("other"),
 }

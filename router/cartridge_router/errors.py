@@ -7,6 +7,7 @@ RouterError
 ├── UnknownModel              404
 ├── UnknownCartridge          404  absent, or not for this caller: the same answer
 ├── UnknownReceipt            404
+├── UnknownResponse           404  absent, or of another tenant: the same answer
 ├── UnknownReplica            404  for operators
 ├── UnknownPath               404
 ├── MethodNotAllowed          405
@@ -21,6 +22,8 @@ RouterError
 │   └── QueueTimeout          429  Retry-After; waited as long as a request may
 ├── AuthenticationUnavailable 503  Retry-After; the keys of tokens are not known now
 ├── NoEligibleReplica         503  Retry-After
+├── ResponseUnavailable       503  Retry-After; who keeps it, or knows of it, is away
+├── GatewayEnding             503  Retry-After; another gateway, or this one after its restart
 ├── CartridgeNotServed        503  Retry-After; the engine did not serve the virtual prefix
 ├── UpstreamUnavailable       502  Retry-After
 ├── UpstreamTimeout           504
@@ -115,6 +118,14 @@ class UnknownReceipt(RouterError):
     status = 404
     openai_type = "invalid_request_error"
     code = "receipt_not_found"
+
+
+class UnknownResponse(RouterError):
+    """No such stored response of this caller."""
+
+    status = 404
+    openai_type = "invalid_request_error"
+    code = "response_not_found"
 
 
 class UnknownReplica(RouterError):
@@ -235,6 +246,22 @@ class NoEligibleReplica(RouterError):
 
     status = 503
     code = "no_eligible_replica"
+    retry_after_s = 2
+
+
+class ResponseUnavailable(RouterError):
+    """A stored response may be there, and cannot be had now."""
+
+    status = 503
+    code = "response_unavailable"
+    retry_after_s = 2
+
+
+class GatewayEnding(RouterError):
+    """This gateway ends, and has waited for the answer as long as it may."""
+
+    status = 503
+    code = "gateway_ending"
     retry_after_s = 2
 
 

@@ -10,7 +10,7 @@ import email.utils
 import http
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,8 +41,10 @@ from cartridge_router.errors import (
     CartridgeNotServed,
     ContextTooLong,
     DeadlineExceeded,
+    GatewayEnding,
     IncompatibleCartridge,
     InvalidRequest,
+    ResponseUnavailable,
     RouterError,
     UpstreamTimeout,
     UpstreamUnavailable,
@@ -50,6 +52,7 @@ from cartridge_router.errors import (
 from cartridge_router.fleet import Fleet, Replica
 from cartridge_router.observations import Observations
 from cartridge_router.receipts import ReceiptBook
+from cartridge_router.response_book import HeadReader
 from cartridge_router.retry_budget import RetryBudget
 from cartridge_router.settings import ForwardingSettings
 from cartridge_router.telemetry import Metrics
@@ -144,10 +147,23 @@ class Outgoing:
     composition: str | None
     is_lookup: bool
     """One replica has what is asked for, and nobody knows which: 404 is asked of the next."""
+    has_holder: bool
+    """Only the one replica has it."""
     num_openers: int
     """Events of a stream that come before anything is known of the answer."""
     deadline_s: float | None = None
     """The client's own for the first byte, by `time.monotonic`; `None` without one."""
+    on_created: Callable[[str, ReplicaId], None] | None = None
+    """Called with the id of the response that is made, before the client learns of it."""
+
+    def unavailable(self, attempts: Attempts) -> RouterError:
+        """Why no replica answered."""
+        failures = "; ".join(attempts.failures)
+        if self.has_holder:
+            return ResponseUnavailable(f"the replica that keeps the response is away ({failures})")
+        if self.is_lookup:
+            return ResponseUnavailable(f"not all replicas could be asked ({failures})")
+        return UpstreamUnavailable(f"no replica could be reached ({failures})")
 
     def tiers(self, candidate: Candidate) -> dict[Digest, Tier]:
         """Where a candidate is thought to read each artifact from."""
@@ -161,6 +177,10 @@ class Exchange:
     def __init__(self, headers: Mapping[str, str]) -> None:
         self.headers = dict(headers)
         self.num_retries = 0
+        self.answer: web.StreamResponse | None = None
+        """What has begun to go to the client."""
+        self.takes_events = False
+        """Whether it is a stream into which events can be put."""
         self.first_byte_s: float | None = None
         self.awaits_token = False
         """A stream has begun, and its first token has not come."""
@@ -190,6 +210,18 @@ class _WithFirstBytes(web.StreamResponse):
     _send_headers_immediately = False
 
 
+@dataclass(frozen=True)
+class _Passing:
+    """An answer on its way, behind its first bytes."""
+
+    request: web.Request
+    response: web.StreamResponse
+    upstream: Answer
+    replica: ReplicaId
+    exchange: Exchange
+    head: HeadReader | None
+
+
 class Forwarder:
     """Forwards with one client."""
 
@@ -213,6 +245,7 @@ class Forwarder:
         self._metrics = metrics
         self._observations = observations
         self._receipt_wait_s = receipt_wait_s
+        self._running: set[asyncio.Timeout] = set()
         self._budget = RetryBudget(ratio=settings.retry_ratio, per_s=settings.retries_per_s)
         self.configure(settings, write_timeout_s)
 
@@ -233,8 +266,37 @@ class Forwarder:
         Raises:
             UpstreamUnavailable: no replica could be reached.
             UpstreamTimeout: one took the request and did not begin to answer in time.
+            GatewayEnding: `cut` came before the answer.
             RouterError: the engine refused the Cartridges; the receipt says why.
         """
+        try:
+            async with asyncio.timeout(None) as running:
+                self._running.add(running)
+                try:
+                    return await self._try_replicas(request, outgoing, exchange)
+                finally:
+                    self._running.discard(running)
+        except TimeoutError as error:
+            if not running.expired():
+                raise
+            ending = GatewayEnding("the gateway ends, and the answer was not whole")
+            if exchange.answer is None:
+                raise ending from error
+            dialect = outgoing.dialect if exchange.takes_events else None
+            await _break_off(request, exchange.answer, ending, dialect)
+            return exchange.answer
+
+    def cut(self) -> None:
+        """Break off all that runs: streams say so, what has not begun to be answered is refused."""
+        if self._running:
+            logger.warning("%d requests are cut off", len(self._running))
+            self._metrics.cut_answers.inc(len(self._running))
+        for running in list(self._running):
+            running.reschedule(0.0)
+
+    async def _try_replicas(
+        self, request: web.Request, outgoing: Outgoing, exchange: Exchange
+    ) -> web.StreamResponse:
         self._budget.note_request()
         candidates = {candidate.replica: candidate for candidate in outgoing.candidates}
         attempts = Attempts(tuple(candidates), self._budget)
@@ -263,8 +325,8 @@ class Forwarder:
                 except _Failed as failed:
                     logger.warning("request %s: %s", outgoing.request_id, failed)
                     if not attempts.go_on(str(failed)):
-                        raise failed.answer or _unavailable(attempts) from failed
-        raise _unavailable(attempts)
+                        raise failed.answer or outgoing.unavailable(attempts) from failed
+        raise outgoing.unavailable(attempts)
 
     async def _send(self, request: web.Request, outgoing: Outgoing, target: Replica) -> Answer:
         """Send to one replica.
@@ -331,6 +393,9 @@ class Forwarder:
         """Judge a replica by the status of its answer; whether the next one is asked instead.
 
         4xx says nothing about a replica, and a failure with Cartridges nothing before its receipt.
+
+        Raises:
+            ResponseUnavailable: none that could be asked has it, and some could not.
         """
         status = upstream.status
         if status in _PUSHED_BACK:
@@ -339,8 +404,14 @@ class Forwarder:
         if status in _FAILED and outgoing.composition is None:
             self._note_failure(replica)
             return attempts.go_on(f"{replica} answered {status}")
-        is_elsewhere = outgoing.is_lookup and status == http.HTTPStatus.NOT_FOUND
-        return is_elsewhere and attempts.ask_next(f"{replica} answered {status}")
+        if not outgoing.is_lookup or status != http.HTTPStatus.NOT_FOUND:
+            return False
+        if attempts.ask_next(f"{replica} answered {status}"):
+            return True
+        if attempts.has_unheard:
+            # It may be where nobody could ask: a 404 would say that it is gone.
+            raise outgoing.unavailable(attempts)
+        return False
 
     def _note_failure(self, replica: ReplicaId) -> None:
         if self._fleet.outliers.note_failure(replica):
@@ -385,40 +456,56 @@ class Forwarder:
         ready, is_all = upstream.ready()
         first += ready
         self._look_for_token(outgoing, exchange, first)
+        head = _head_reader(outgoing, replica, is_stream=is_stream) if is_good else None
         response = (_WithFirstBytes if first or is_all else web.StreamResponse)(
             status=upstream.status,
             reason=upstream.reason,
             headers=_response_headers(upstream.headers, exchange.headers),
         )
         await response.prepare(request)
+        exchange.answer = response
+        if head is not None:
+            head.take(first)
         if is_all:
             await self._write(request, response, first, is_last=True)
-            if is_good:
-                self._fleet.outliers.note_success(replica)
-            return response
-        # Nothing can be put between events of a stream that the engine has compressed.
-        is_open = is_stream and "content-encoding" not in upstream.headers
+        else:
+            # Nothing can be put between events of a stream that the engine has compressed.
+            exchange.takes_events = is_stream and "content-encoding" not in upstream.headers
+            passing = _Passing(request, response, upstream, replica, exchange, head)
+            if not await self._pass_rest(passing, first, outgoing, is_open=exchange.takes_events):
+                return response
+        if is_good:
+            # Not before its end: a replica that breaks off each answer has answered none.
+            self._fleet.outliers.note_success(replica)
+        return response
+
+    async def _pass_rest(
+        self, passing: _Passing, first: bytes, outgoing: Outgoing, *, is_open: bool
+    ) -> bool:
+        """Pass an answer on that begins with `first`; whether it came to its end."""
+        request, response, replica = passing.request, passing.response, passing.replica
         chunk, silent_s = first, 0.0
         while True:
             if chunk:
                 await self._write(request, response, chunk)
             try:
                 can_wait = is_open and _is_between_events(chunk)
-                chunk, silent_s = await self._next_chunk(upstream, silent_s, can_wait=can_wait)
-                self._look_for_token(outgoing, exchange, chunk)
+                chunk, silent_s = await self._next_chunk(
+                    passing.upstream, silent_s, can_wait=can_wait
+                )
+                self._look_for_token(outgoing, passing.exchange, chunk)
             except (UpstreamError, TimeoutError) as error:
                 logger.warning("request %s: %s broke off: %r", outgoing.request_id, replica, error)
                 self._note_failure(replica)
                 self._metrics.broken_answers.labels(replica).inc()
-                await _break_off(request, response, outgoing.dialect if is_open else None)
-                return response
+                broken = UpstreamUnavailable("the replica broke off")
+                await _break_off(request, response, broken, outgoing.dialect if is_open else None)
+                return False
             if not chunk:
-                break
-        if is_good:
-            # Not before its end: a replica that breaks off each answer has answered none.
-            self._fleet.outliers.note_success(replica)
-        await self._write(request, response, b"", is_last=True)
-        return response
+                await self._write(request, response, b"", is_last=True)
+                return True
+            if passing.head is not None and not passing.head.is_done:
+                passing.head.take(chunk)
 
     def _look_for_token(self, outgoing: Outgoing, exchange: Exchange, chunk: bytes) -> None:
         """Note when the first token of a stream is there: behind the events that say nothing."""
@@ -526,6 +613,14 @@ class Forwarder:
         raise error(text)
 
 
+def _head_reader(outgoing: Outgoing, replica: ReplicaId, *, is_stream: bool) -> HeadReader | None:
+    """What looks for the id of a response that is made; `None` where none is."""
+    on_created = outgoing.on_created
+    if on_created is None:
+        return None
+    return HeadReader(is_stream=is_stream, on_id=lambda made: on_created(made, replica))
+
+
 def _has_room(transport: asyncio.Transport, num_bytes: int) -> bool:
     """Whether so many bytes of an answer can be written without waiting for the client."""
     low, high = transport.get_write_buffer_limits()
@@ -548,10 +643,6 @@ def _num_events(data: bytes) -> int:
 
 def _is_between_events(chunk: bytes) -> bool:
     return not chunk or chunk.endswith(_EVENT_ENDS)
-
-
-def _unavailable(attempts: Attempts) -> UpstreamUnavailable:
-    return UpstreamUnavailable(f"no replica could be reached ({'; '.join(attempts.failures)})")
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
@@ -592,14 +683,17 @@ def _response_headers(received: Mapping[str, str], own: Mapping[str, str]) -> CI
 
 
 async def _break_off(
-    request: web.Request, response: web.StreamResponse, dialect: Dialect | None
+    request: web.Request,
+    response: web.StreamResponse,
+    why: RouterError,
+    dialect: Dialect | None,
 ) -> None:
     """Say in the stream that it is incomplete, if it takes events, then close it uncleanly."""
     if dialect is not None:
         try:
-            await response.write(dialect.error_event(UpstreamUnavailable("the replica broke off")))
+            await response.write(dialect.error_event(why))
         except ConnectionError:
-            logger.info("the client was gone before the replica broke off")
+            logger.info("the client was gone before its answer broke off")
     if request.transport is not None:
         # close() flushes the event first; the missing last chunk tells an HTTP client the rest.
         request.transport.close()

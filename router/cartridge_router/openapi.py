@@ -22,6 +22,7 @@ from cartridge_router.errors import (
     CartridgeNotServed,
     ContextTooLong,
     DeadlineExceeded,
+    GatewayEnding,
     IncompatibleCartridge,
     InvalidAdminToken,
     InvalidApiKey,
@@ -33,12 +34,14 @@ from cartridge_router.errors import (
     ReplicaExists,
     RequestTimeout,
     RequestTooLarge,
+    ResponseUnavailable,
     RouterError,
     UnknownCartridge,
     UnknownModel,
     UnknownPath,
     UnknownReceipt,
     UnknownReplica,
+    UnknownResponse,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -81,7 +84,8 @@ _READ: Final = (InvalidRequest, RequestTimeout, RequestTooLarge, RateLimitExceed
 _PLACED: Final = (UnknownModel, AllReplicasSaturated, NoEligibleReplica)
 _QUEUED: Final = (QueueFull, QueueTimeout, DeadlineExceeded)
 _CHOSEN: Final = (UnknownCartridge, IncompatibleCartridge, ContextTooLong)
-_FORWARDED: Final = (UpstreamUnavailable, UpstreamTimeout)
+_FORWARDED: Final = (UpstreamUnavailable, UpstreamTimeout, GatewayEnding)
+_STORED: Final = (UnknownResponse, ResponseUnavailable)
 
 _RETRY_AFTER: Final = {
     "description": "Seconds after which to ask again.",
@@ -312,6 +316,7 @@ def _generating(route: Route, summary: str) -> _Operation:
         errors=(
             *(*_KEYED, *_READ, *_PLACED, *_QUEUED),
             *(*_CHOSEN, CartridgeNotServed, *_FORWARDED),
+            *(_STORED if route is Route.RESPONSES else ()),
         ),
         parameters=(_CARTRIDGE_HEADER, *_STEERING, _ID_HEADER),
         is_anthropic=route is Route.MESSAGES,
@@ -327,7 +332,11 @@ def _passed(method: str, path: str) -> _Operation:
         tag="engine",
         body=EngineFields if method == "post" else None,
         parameters=(*_STEERING, _ID_HEADER),
-        errors=(*_KEYED, *_READ, *_PLACED, *_QUEUED, UnknownPath, *_FORWARDED),
+        errors=(
+            *(*_KEYED, *_READ, *_PLACED, *_QUEUED, UnknownPath, *_FORWARDED),
+            *(_STORED if path == "/v1/{tail}" else ()),
+        ),
+        is_anthropic=path == Route.COUNT_TOKENS,
     )
 
 
@@ -403,7 +412,7 @@ _OPERATIONS: Final = (
         answer=_JSON,
         is_open=True,
     ),
-    *(_passed("post", path) for path in _OUTSIDE_V1),
+    *(_passed("post", path) for path in (*_OUTSIDE_V1, str(Route.COUNT_TOKENS))),
     *(_passed(method, "/v1/{tail}") for method in ("post", "get", "delete")),
 )
 

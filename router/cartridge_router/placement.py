@@ -30,6 +30,7 @@ from cartridge_router.errors import (
     ContextTooLong,
     IncompatibleCartridge,
     NoEligibleReplica,
+    ResponseUnavailable,
     RouterError,
     UnknownModel,
 )
@@ -52,6 +53,8 @@ class Placement:
     mode: MapMode
     map_age_s: float | None
     is_certified: bool
+    has_holder: bool = False
+    """One replica has what the request is about: nobody was chosen."""
 
     @property
     def replica(self) -> ReplicaId:
@@ -62,7 +65,8 @@ class Placement:
     def reason(self) -> str:
         """One word on why, and whether the composition is certified."""
         mode = "" if self.mode is MapMode.EXACT else f"; map={self.mode}"
-        return self.decision.reason + mode + ("" if self.is_certified else "; uncertified")
+        why = "stored" if self.has_holder else self.decision.reason
+        return why + mode + ("" if self.is_certified else "; uncertified")
 
 
 class _Hindrance(Exception):
@@ -83,6 +87,7 @@ class _Able:
     """Who can take requests of one kind, until something changes."""
 
     edition: object
+    num_replicas: int
     rows: Rows
     hindrances: Mapping[ReplicaId, _Hindrance]
     refusals: Mapping[ReplicaId, str]
@@ -121,11 +126,13 @@ class Placer:
         policy: str | None = None,
         session: str | None = None,
         must_ask_all: bool = False,
+        holder: ReplicaId | None = None,
     ) -> Placement:
         """Choose a replica; with `must_ask_all` also those that are better left alone.
 
         `policy`: a key of `POLICIES`; `None` = that of the settings. `session`: what requests of
-        one conversation share.
+        one conversation share. `holder`: the only one that will do, as it keeps what the request
+        is about.
 
         Raises:
             UnknownModel: no replica serves the model.
@@ -133,10 +140,13 @@ class Placer:
             ContextTooLong: the Cartridges fill the context of every replica of the model.
             NoEligibleReplica: none is able now, and one that is away may be.
             AllReplicasSaturated: all that are able are at their limit.
+            ResponseUnavailable: the holder is away.
         """
-        able = self._find_able(request, selection)
+        if holder is not None:
+            self._check_present(holder)
+        able = self._find_able(request, selection, holder)
         rows, refusals = able.rows, able.refusals
-        if not must_ask_all:
+        if not must_ask_all and holder is None:
             against = self._outliers(able)
             if against:
                 refusals = {**refusals, **against}
@@ -157,26 +167,36 @@ class Placer:
         )
         decision = self._policies[policy or self._default].decide(demand, view)
         if isinstance(decision, Refusal):
-            raise self._error(request, decision, able.hindrances)
+            raise self._error(request, decision, able)
         self._history.record(decision.best.replica, demand, view.now_s)
-        return Placement(demand, decision, mode, age_s, selection.is_certified)
+        return Placement(demand, decision, mode, age_s, selection.is_certified, holder is not None)
 
-    def _find_able(self, request: ParsedRequest, selection: Selection) -> _Able:
+    def _check_present(self, holder: ReplicaId) -> None:
+        replica = self._fleet.find(holder)
+        if replica is None or not replica.is_healthy:
+            # It may come back with what it keeps.
+            raise ResponseUnavailable(f"the replica that keeps the response, {holder}, is away")
+
+    def _find_able(
+        self, request: ParsedRequest, selection: Selection, holder: ReplicaId | None
+    ) -> _Able:
         """Who can take requests for this model with these Cartridges: looked up, mostly."""
         edition = (self._fleet.edition, self._map.edition, self._map.mode)
-        key = (request.model, selection.composition)
+        key = (request.model, selection.composition, holder)
         known = self._able.get(key)
         if known is not None and known.edition == edition:
             return known
+        replicas = [each for each in self._fleet.replicas if holder in (None, each.replica)]
         hindrances: dict[ReplicaId, _Hindrance] = {}
-        for replica in self._fleet.replicas:
+        for replica in replicas:
             try:
                 self._check(replica, request, selection)
             except _Hindrance as hindrance:
                 hindrances[replica.replica] = hindrance
-        names = (replica.replica for replica in self._fleet.replicas)
+        names = (replica.replica for replica in replicas)
         able = _Able(
             edition=edition,
+            num_replicas=len(replicas),
             rows=self._fleet.loads.rows(name for name in names if name not in hindrances),
             hindrances=hindrances,
             refusals={name: hindrance.text for name, hindrance in hindrances.items()},
@@ -244,13 +264,13 @@ class Placer:
         self,
         request: ParsedRequest,
         refusal: Refusal,
-        hindrances: Mapping[ReplicaId, _Hindrance],
+        able: _Able,
     ) -> RouterError:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refusal.reasons.items())
         if refusal.kind is RefusalKind.SATURATED:
             return AllReplicasSaturated(f"all replicas are busy ({reasons})")
-        lasting = [h for h in hindrances.values() if h.error is not None]
-        if len(lasting) == len(self._fleet.replicas):
+        lasting = [h for h in able.hindrances.values() if h.error is not None]
+        if len(lasting) == able.num_replicas:
             for hindrance in lasting:
                 if hindrance.error is not None and hindrance.error is not UnknownModel:
                     return hindrance.error(hindrance.text, param=FIELD_CARTRIDGE_IDS)

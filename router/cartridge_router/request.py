@@ -24,6 +24,7 @@ from cartridge_proto.names import (
     FIELD_EC_TRANSFER_PARAMS,
     FIELD_KV_HINTS,
     FIELD_KV_TRANSFER_PARAMS,
+    FIELD_PREVIOUS_RESPONSE,
     FIELD_PRIORITY,
     FIELD_PROMPT,
     FIELD_PROMPT_EMBEDS,
@@ -69,6 +70,8 @@ class Route(StrEnum):
     COMPLETIONS = "/v1/completions"
     RESPONSES = "/v1/responses"
     MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
+    """Passed as others are; its clients read Anthropic's errors."""
     OTHER = "other"
     """Anything else: passed to a replica of the model, without Cartridges."""
 
@@ -169,6 +172,24 @@ def parse_request(
     )
 
 
+def previous_response_id(request: ParsedRequest) -> str | None:
+    """The stored response that a new one goes on from; `None` without one.
+
+    Raises:
+        InvalidRequest: it is no text.
+    """
+    if isinstance(request.body, bytes):
+        return None
+    member = request.body.members.get(FIELD_PREVIOUS_RESPONSE)
+    if member is None:
+        return None
+    try:
+        return msgspec.json.decode(member.value, type=str | None)
+    except msgspec.ValidationError as error:
+        text = f"{FIELD_PREVIOUS_RESPONSE}: {error}"
+        raise InvalidRequest(text, param=FIELD_PREVIOUS_RESPONSE) from error
+
+
 def _form_field(data: bytes, content_type: str, name: str) -> str:
     """A text field of a form (audio comes in one); empty when there is none.
 
@@ -263,18 +284,26 @@ def _hindrance_to_prefix(fields: _Fields) -> InvalidRequest | None:
 
 
 def engine_body(
-    request: ParsedRequest, message: CompositionMessage | None, *, is_trusted: bool
+    request: ParsedRequest,
+    message: CompositionMessage | None,
+    *,
+    is_trusted: bool,
+    salt: str | None = None,
 ) -> bytes:
     """The bytes that go to an engine.
 
     `cartridge_ids` is always taken out; engine-internal fields are, unless the client is trusted.
-    With a composition the gateway's own fields are put in, whoever sent them.
+    With a composition the gateway's own fields are put in, whoever sent them. `salt`: for a request
+    without one, unless a trusted client has sent its own; `None` = none is put in.
     """
     if isinstance(request.body, bytes):
         return request.body
     remove = [FIELD_CARTRIDGE_IDS, *(() if is_trusted else _TAKEN_OUT)]
     if message is None:
-        return request.body.edited(remove=remove)
+        sent = request.body.members.get(FIELD_CACHE_SALT) if is_trusted else None
+        if salt is None or (sent is not None and sent.value != b"null"):
+            return request.body.edited(remove=remove)
+        return request.body.edited(remove=remove, add={FIELD_CACHE_SALT: msgspec.json.encode(salt)})
     add = {
         FIELD_KV_TRANSFER_PARAMS: msgspec.json.encode({FIELD_CARTRIDGES: message}),
         FIELD_CACHE_SALT: msgspec.json.encode(cache_salt(Digest(message.composition))),

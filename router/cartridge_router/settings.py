@@ -154,6 +154,15 @@ class SelectionSettings(_Section, frozen=True, kw_only=True):
     """Indexes that are kept: one for each tenant and kind of prompt that asks."""
 
 
+class ResponseSettings(_Section, frozen=True, kw_only=True):
+    """What is known of responses that replicas keep (`/v1/responses`): which one, and whose."""
+
+    max_known: PositiveCount = 100_000
+    """In each process, some 300 bytes each; more push out the oldest."""
+    keep_s: PositiveSeconds = 86_400.0
+    """How long one is known."""
+
+
 class ResidencySettings(_Section, frozen=True, kw_only=True):
     """How far the map is believed."""
 
@@ -274,6 +283,9 @@ class TenantSettings(_Section, frozen=True, kw_only=True):
     allow_unlisted: bool = False
     """Let tokens name tenants that are listed nowhere; they get `default_limits`."""
     default_limits: LimitSettings = LimitSettings()
+    has_own_prefix_caches: bool = True
+    """Each tenant finds only its own prompts in engines' prefix caches; else by the time of a first
+    token it can learn what others have asked. Engines other than vLLM may refuse the field."""
     listed: dict[TenantName, ListedTenant] = {}
     """Tenants by name, beside those of the keys file."""
 
@@ -356,6 +368,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     cartridges: CartridgeSettings = CartridgeSettings()
     selection: SelectionSettings = SelectionSettings()
     residency: ResidencySettings = ResidencySettings()
+    responses: ResponseSettings = ResponseSettings()
     fleet: FleetSettings = FleetSettings()
     drain: DrainSettings = DrainSettings()
     admin: AdminSettings = AdminSettings()

@@ -1,7 +1,8 @@
 """The other worker processes of one gateway, as one of them sees it.
 
-Owns the socket by which they hear of one another: metrics of all in one text, and what operators
-changed. Refuses requests of clients, and to share counts: limits are of each process.
+Owns the socket by which they hear of one another: metrics of all in one text, what operators
+changed, where responses are kept. Refuses requests of clients, and to share counts: limits are of
+each process.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from cartridge_proto.residency import ReplicaId
 from cartridge_router.roster import OperatorChanges
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ ORDERS: Final = {signal.SIGTERM: b"T", signal.SIGINT: b"I", signal.SIGHUP: b"H"}
 """What the process that starts workers writes to each for a signal that it gets."""
 _METRICS: Final = "/metrics"
 _CHANGES: Final = "/changes"
+_RESPONSES: Final = "/responses"
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +52,13 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.index == 0
 
 
+class _Sought(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A stored response that another worker may know of."""
+
+    response_id: str
+    tenant: str
+
+
 class Siblings:
     """Talks to the other workers, which may be away, and answers them.
 
@@ -57,6 +67,7 @@ class Siblings:
         render: the metrics of this one.
         changes: what operators have changed here.
         follow: has the same changed here.
+        find_response: which replica keeps a response of a tenant, as far as is known here.
     """
 
     def __init__(
@@ -66,11 +77,13 @@ class Siblings:
         render: Callable[[], bytes],
         changes: Callable[[], OperatorChanges],
         follow: Callable[[OperatorChanges], None],
+        find_response: Callable[[str, str], ReplicaId | None],
     ) -> None:
         self._worker = worker
         self._render = render
         self._changes = changes
         self._follow = follow
+        self._find_response = find_response
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -79,6 +92,7 @@ class Siblings:
         app.router.add_get(_METRICS, self._answer_metrics)
         app.router.add_get(_CHANGES, self._answer_changes)
         app.router.add_put(_CHANGES, self._take_changes)
+        app.router.add_post(_RESPONSES, self._answer_response)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         try:
@@ -100,6 +114,14 @@ class Siblings:
     async def tell_changes(self) -> None:
         """Have the others change what operators have changed here."""
         await self._ask_all("PUT", _CHANGES, msgspec.json.encode(self._changes()))
+
+    async def find_response(self, response_id: str, tenant: str) -> tuple[ReplicaId | None, bool]:
+        """The replica that keeps a response of a tenant, and whether all others could be asked."""
+        sought = msgspec.json.encode(_Sought(response_id=response_id, tenant=tenant))
+        answers = await self._ask_all("POST", _RESPONSES, sought)
+        found = (msgspec.json.decode(answer, type=ReplicaId | None) for answer in answers)
+        replica = next((replica for replica in found if replica is not None), None)
+        return replica, len(answers) == self._worker.count - 1
 
     async def _ask_all(self, method: str, path: str, data: bytes | None = None) -> list[bytes]:
         others = [index for index in range(self._worker.count) if index != self._worker.index]
@@ -131,6 +153,11 @@ class Siblings:
 
     async def _answer_changes(self, _: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(self._changes()))
+
+    async def _answer_response(self, request: web.Request) -> web.Response:
+        sought = msgspec.json.decode(await request.read(), type=_Sought)
+        replica = self._find_response(sought.response_id, sought.tenant)
+        return web.Response(body=msgspec.json.encode(replica))
 
     async def _take_changes(self, request: web.Request) -> web.Response:
         self._follow(msgspec.json.decode(await request.read(), type=OperatorChanges))

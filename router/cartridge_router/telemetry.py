@@ -210,6 +210,11 @@ class Metrics:
             ["replica"],
             registry=registry,
         )
+        self.cut_answers = Counter(
+            names.METRIC_CUT_ANSWERS,
+            "Requests that ran when the gateway could wait no longer for its own end.",
+            registry=registry,
+        )
         self.broken_answers = Counter(
             names.METRIC_BROKEN_ANSWERS,
             "Answers that a replica broke off after the first byte.",

@@ -64,6 +64,12 @@ def render(values: dict[str, Any], *, release: str = RELEASE) -> list[Manifest]:
     ]
 
 
+def notes(values: dict[str, Any]) -> str:
+    """What the chart says when it is installed."""
+    with helm.Chart.load(CHART) as chart:
+        return str(chart.render(values, name=RELEASE)["cartridge-router/templates/NOTES.txt"])
+
+
 def only(objects: list[Manifest], kind: str, name_end: str = "") -> Manifest:
     """The one object of a kind whose name ends so."""
     found = [
@@ -122,6 +128,7 @@ def test_there_are_values_to_try() -> None:
         "discovery-values",
         "gpu-engine-values",
         "minimal-values",
+        "network-policy-values",
         "store-url-values",
     }
 
@@ -139,6 +146,7 @@ def test_every_object_is_one_that_kubernetes_knows(objects: list[Manifest]) -> N
         "ConfigMap": "v1",
         "DaemonSet": "apps/v1",
         "Deployment": "apps/v1",
+        "NetworkPolicy": "networking.k8s.io/v1",
         "PodDisruptionBudget": "policy/v1",
         "Role": "rbac.authorization.k8s.io/v1",
         "RoleBinding": "rbac.authorization.k8s.io/v1",
@@ -531,9 +539,7 @@ def test_engines_have_a_control_token() -> None:
 def test_without_a_key_there_is_no_variable_and_a_warning() -> None:
     """Unsigned residency is said in the notes, not hidden."""
     assert "CARTRIDGE_ROUTER_RESIDENCY_KEY" not in env_of(only(render(minimal()), "Deployment"))
-    with helm.Chart.load(CHART) as chart:
-        notes = chart.render(minimal(), name=RELEASE)["cartridge-router/templates/NOTES.txt"]
-    assert "WARNING: residencyKey.secretName is empty" in notes
+    assert "WARNING: residencyKey.secretName is empty" in notes(minimal())
 
 
 def test_engines_elsewhere_need_no_stateful_set() -> None:
@@ -564,6 +570,126 @@ def test_budgets_are_off_until_they_are_asked_for() -> None:
     assert "PodDisruptionBudget" not in kinds
     objects = render(values_of(CHART / "ci" / "default-values.yaml"))
     assert [item["kind"] for item in objects].count("PodDisruptionBudget") == 2
+
+
+# --- who may connect -----------------------------------------------------------------------------
+def selected(policy: Manifest, workload: Manifest) -> bool:
+    """Whether a policy is about the pods of a workload."""
+    wanted = policy["spec"]["podSelector"]["matchLabels"]
+    return bool(wanted.items() <= workload["spec"]["template"]["metadata"]["labels"].items())
+
+
+def callers_of(policy: Manifest) -> dict[int | None, list[Manifest] | None]:
+    """Port -> peers that may connect to it; `None` for all ports, and for everybody."""
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    found: dict[int | None, list[Manifest] | None] = {}
+    for rule in policy["spec"]["ingress"]:
+        ports = rule.get("ports", [{"port": None, "protocol": "TCP"}])
+        assert [port["protocol"] for port in ports] == ["TCP"]
+        found[ports[0]["port"]] = rule.get("from")
+    return found
+
+
+def pods_of(workload: Manifest) -> Manifest:
+    """A peer that is the pods of a workload."""
+    return {"podSelector": {"matchLabels": workload["spec"]["selector"]["matchLabels"]}}
+
+
+def network_objects(**changes: Any) -> list[Manifest]:
+    """What the values with a network policy render to."""
+    values = values_of(CHART / "ci" / "network-policy-values.yaml")
+    values["networkPolicy"] |= changes
+    return render(values)
+
+
+def test_network_policies_are_off_until_they_are_asked_for() -> None:
+    """An upgrade cuts nobody off whom the chart cannot know; the notes say what is open."""
+    assert "NetworkPolicy" not in [item["kind"] for item in render(minimal())]
+    assert "networkPolicy.enabled is false" in notes(minimal())
+    assert "networkPolicy" not in notes(minimal(networkPolicy__enabled=True))
+
+
+def test_each_pod_is_reached_by_whom_the_values_name() -> None:
+    """Engines by gateways; operators' listener and control port by configured peers only."""
+    objects = network_objects()
+    gateway, engine = only(objects, "Deployment"), only(objects, "StatefulSet")
+    agent = only(objects, "DaemonSet")
+    policies = [item for item in objects if item["kind"] == "NetworkPolicy"]
+    (of_gateway,), (of_engine,), (of_agent,) = (
+        [policy for policy in policies if selected(policy, workload)]
+        for workload in (gateway, engine, agent)
+    )
+    monitoring = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    }
+    assert callers_of(of_gateway) == {
+        8000: [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}}],
+        8005: [{"ipBlock": {"cidr": "10.1.0.0/24"}}],
+    }
+    assert callers_of(of_engine) == {
+        8001: [
+            pods_of(gateway),
+            {**monitoring, "podSelector": {"matchLabels": {"app": "prometheus"}}},
+        ],
+        8002: [{"podSelector": {"matchLabels": {"app": "prefetcher"}}}],
+    }
+    assert callers_of(of_agent) == {8004: [monitoring]}
+    ports = {port["name"]: port["containerPort"] for port in container_of(engine)["ports"]}
+    assert set(callers_of(of_engine)) == set(ports.values())
+
+
+def test_redis_is_reached_by_gateways_and_engines() -> None:
+    """And by the others that are named; without its labels the chart cannot know it."""
+    objects = network_objects()
+    policy = only(objects, "NetworkPolicy", "-redis")
+    assert policy["spec"]["podSelector"] == {"matchLabels": {"app": "redis"}}
+    assert callers_of(policy) == {
+        6379: [pods_of(only(objects, "Deployment")), pods_of(only(objects, "StatefulSet"))],
+        None: [{"podSelector": {"matchLabels": {"app": "redis"}}}],
+    }
+    elsewhere = network_objects(redis={"podLabels": {}})
+    names = [item["metadata"]["name"] for item in elsewhere if item["kind"] == "NetworkPolicy"]
+    assert len(names) == 3
+
+
+def test_without_peers_only_the_api_is_open() -> None:
+    """Of the gateway to all, of engines to gateways; nobody else reaches anything."""
+    objects = render(
+        minimal(
+            networkPolicy__enabled=True,
+            agent__enabled=True,
+            router__config={"admin": {"port": 8005}},
+        )
+    )
+    policies = {
+        item["metadata"]["labels"]["app.kubernetes.io/component"]: callers_of(item)
+        for item in objects
+        if item["kind"] == "NetworkPolicy"
+    }
+    assert policies == {
+        "gateway": {8000: None},
+        "engine": {8001: [pods_of(only(objects, "Deployment"))]},
+        "agent": {},
+    }
+
+
+def test_engines_elsewhere_have_no_policy_here() -> None:
+    """Their pods are not the chart's."""
+    objects = render(
+        minimal(
+            networkPolicy__enabled=True,
+            engine__enabled=False,
+            externalReplicas=["a=http://a:8001"],
+        )
+    )
+    assert [item["kind"] for item in objects].count("NetworkPolicy") == 1
+
+
+def test_operators_without_a_listener_are_refused() -> None:
+    """The policy would open a port that nobody serves."""
+    peers = [{"podSelector": {"matchLabels": {"app": "x"}}}]
+    with pytest.raises(helm.HelmError, match=r"networkPolicy\.operators.*admin\.port"):
+        render(minimal(networkPolicy__enabled=True, networkPolicy__operators=peers))
 
 
 def test_each_template_file_holds_one_kind() -> None:
@@ -628,6 +754,14 @@ def test_each_template_file_holds_one_kind() -> None:
         ({"agent__evictionPolicy": "fifo"}, "/agent/evictionPolicy"),
         ({"agent__resources": {}}, "resources"),
         ({"externalReplicas": ["http://no-name"]}, "/externalReplicas/0"),
+        ({"networkPolicy__clients": [{}]}, "/networkPolicy/clients/0"),
+        ({"networkPolicy__operators": [{"pods": {}}]}, "pods"),
+        (
+            {"networkPolicy__clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}, "podSelector": {}}]},
+            "/networkPolicy/clients/0",
+        ),
+        ({"networkPolicy__clients": [{"ipBlock": {"cidr": "10.0.0.1"}}]}, "/ipBlock/cidr"),
+        ({"networkPolicy__redis__podLabels": {"app": 1}}, "/networkPolicy/redis/podLabels/app"),
         ({"surprise": 1}, "surprise"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -24,7 +24,9 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-OVER_BOTH_CLIENTS = frozenset({"test_failover", "test_forwarding", "test_routes"})
+OVER_BOTH_CLIENTS = frozenset(
+    {"test_failover", "test_forwarding", "test_routes", "test_stored_responses"}
+)
 """Modules whose tests run over both clients towards replicas."""
 
 

@@ -19,6 +19,7 @@ from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.stores import LocalStore
 from cartridge_router.forwarding import _has_room
+from cartridge_router.prefix_salts import PrefixSalts
 from cartridge_router.settings import FleetSettings, ForwardingSettings, TenantSettings
 from tests.loadtest.cartridge_requests import chat_body, until
 from tests.loadtest.replica_client import StartReplica, mark_of, quick_settings
@@ -128,7 +129,8 @@ async def test_trust_is_each_tenant_s_own(
     salted = b'{"model":"sample","cache_salt":"mine"}'
     for key in (ACME_KEY, BETA_KEY):
         assert (await gateway.as_caller(key).post_bytes(CHAT, salted)).status == 200
-    assert stub.bodies == [salted, b'{"model":"sample"}']
+    salt = PrefixSalts(None).of("beta")
+    assert stub.bodies == [salted, f'{{"model":"sample","cache_salt":"{salt}"}}'.encode()]
     statuses = [
         (await gateway.as_caller(key).post(path, {"model": "sample", "chat_template": "x"})).status
         for key in (ACME_KEY, BETA_KEY)

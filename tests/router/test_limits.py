@@ -285,7 +285,9 @@ async def test_the_estimate_is_prompt_and_longest_answer(
         {ACME_KEY: "acme"},
     )
     stub = await start_stub(answer_ok)
-    settings = quick_gateway(stub.url, tenants=TenantSettings(keys_file=file))
+    # Without the gateway's own field the engine gets what the client sent, which is what counts.
+    tenants = TenantSettings(keys_file=file, has_own_prefix_caches=False)
+    settings = quick_gateway(stub.url, tenants=tenants)
     gateway = (await start_gateway(settings)).as_caller(ACME_KEY)
     body = chat_body() if path == CHAT else {"model": "sample"}
     reply = await gateway.post(path, {**body, **fields})
@@ -311,7 +313,8 @@ async def test_a_number_beyond_all_limits_is_counted_as_very_many(
 ) -> None:
     """The bytes are the engine's to judge where there is no limit, and too large where there is."""
     stub = await start_stub(answer_ok)
-    settings = quick_gateway(stub.url, tenants=TenantSettings(keys_file=keys_file))
+    tenants = TenantSettings(keys_file=keys_file, has_own_prefix_caches=False)
+    settings = quick_gateway(stub.url, tenants=tenants)
     gateway = await start_gateway(settings)
     for number in (b"1e300", b"123456789012345678901234567890"):
         body = b'{"model":"sample","max_tokens":' + number + b"}"

@@ -27,6 +27,7 @@ from tests.router.stored_cartridges import put_cartridge
 
 _NOTHING: Any = None
 """For handlers that are never called."""
+ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 NOBODY = "http://127.0.0.1:9"
 _PATTERN = re.compile(r"\{(\w+):[^}]*\}")
 """A variable of a path that takes only some texts: OpenAPI has no such thing."""
@@ -124,7 +125,7 @@ async def test_a_path_that_no_route_takes(start_gateway: StartGateway) -> None:
     check(reply, "post", "/v1/{tail}")
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/cartridges/explain", "/v1/embeddings"])
+@pytest.mark.parametrize("path", [CHAT, *ANTHROPIC, "/v1/cartridges/explain", "/v1/embeddings"])
 @pytest.mark.parametrize(
     "fields", [{}, {"model": "other"}, {"model": 3}, {"cartridge_ids": ["absent@1"]}]
 )

@@ -18,12 +18,13 @@ from tests.router.stub_engine import Handler, StartStub, answer_ok, die_in_a_str
 from tests.router.test_forwarding import read_until_broken_off
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        *("/v1/embeddings", RESPONSES, MESSAGES, "/v1/messages/count_tokens", "/v1/score"),
+        *("/v1/embeddings", RESPONSES, MESSAGES, COUNT_TOKENS, "/v1/score"),
         *("/v1/rerank", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify"),
         *("/tokenize", "/detokenize", "/v1/something/new?x=1"),
     ],
@@ -199,7 +200,8 @@ async def test_what_the_gateway_serves_itself_is_asked_of_no_engine(
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES, "/tokenize"]
+    "path",
+    ["/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES, COUNT_TOKENS, "/tokenize"],
 )
 @pytest.mark.parametrize("method", ["GET", "DELETE", "PUT"])
 async def test_what_only_takes_post_says_so(
@@ -313,16 +315,19 @@ def test_failures_behind_the_openers_are_seen(route: Route, opening: bytes, fail
 
 
 # --- errors --------------------------------------------------------------------------------------
-async def test_clients_of_messages_read_errors_in_their_shape(start_gateway: StartGateway) -> None:
+@pytest.mark.parametrize("path", [MESSAGES, COUNT_TOKENS])
+async def test_clients_of_messages_read_errors_in_their_shape(
+    path: str, start_gateway: StartGateway
+) -> None:
     """Anthropic's SDK raises by `type`; the status is the same."""
     gateway = await start_gateway(quick_gateway())
-    reply = await gateway.post(MESSAGES, {"model": "sample"})
+    reply = await gateway.post(path, {"model": "sample"})
     assert reply.status == 503
     assert set(reply.json) == {"type", "error"}
     assert reply.json["type"] == "error"
     assert set(reply.json["error"]) == {"type", "message"}
     assert reply.json["error"]["type"] == "overloaded_error"
-    malformed = await gateway.post_bytes(MESSAGES, b"{")
+    malformed = await gateway.post_bytes(path, b"{")
     assert malformed.json["error"]["type"] == "invalid_request_error"
 
 
