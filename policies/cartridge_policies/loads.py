@@ -42,9 +42,11 @@ _FIRST_RATE: Final = NUMBERS.index("prefill_base_s")
 class Row:
     """The place of one replica; stays valid for its requests after the replica has left."""
 
-    def __init__(self, replica: ReplicaId, rates: ReplicaRates) -> None:
+    def __init__(self, table: "LoadTable", replica: ReplicaId) -> None:
         self.replica = replica
-        self.rates = rates
+        self.own_rates: ReplicaRates | None = None
+        """Where it differs from the rest of the fleet."""
+        self._table = table
         self.index = -1
         """In the table's arrays; -1 once it has left."""
         self.num_in_flight = 0
@@ -53,6 +55,11 @@ class Row:
         self.pending_tokens = 0
         self.context_tokens = 0
         self.pending_bytes = dict.fromkeys(TIERS_FASTEST_FIRST, 0)
+
+    @property
+    def rates(self) -> ReplicaRates:
+        """What it is predicted by."""
+        return self.own_rates or self._table.shared_rates
 
 
 class Booking:
@@ -106,29 +113,32 @@ class Booking:
 
 
 class LoadTable:
-    """Rows of all replicas of a fleet."""
+    """Rows of all replicas of a fleet; those without rates of their own share one set."""
 
-    def __init__(self) -> None:
+    def __init__(self, rates: ReplicaRates = PRIORS) -> None:
+        self.shared_rates = rates
         self._rows: list[Row] = []
         self._by_name: dict[ReplicaId, Row] = {}
         self._numbers: Floats = np.zeros((len(NUMBERS), 4))
         self._tiers: Floats = np.zeros((len(TIERS_FASTEST_FIRST), 4, 4))
+        self._is_shared = np.zeros(4, dtype=bool)
         self._loading: dict[Digest, dict[Row, float]] = {}
         self.edition = 0
         """Grows when replicas join or leave: indices of rows are of one edition."""
 
     # --- who is there ----------------------------------------------------------------------------
-    def add(self, replica: ReplicaId, rates: ReplicaRates = PRIORS) -> Row:
+    def add(self, replica: ReplicaId, rates: ReplicaRates | None = None) -> Row:
         """A replica joins, idle."""
         if replica in self._by_name:
             raise ValueError(f"{replica} is in the table")
-        row = Row(replica, rates)
+        row = Row(self, replica)
         row.index = len(self._rows)
         self._rows.append(row)
         self._by_name[replica] = row
         if row.index == self._numbers.shape[1]:
             self._numbers = np.concatenate((self._numbers, self._numbers), axis=1)
             self._tiers = np.concatenate((self._tiers, self._tiers), axis=2)
+            self._is_shared = np.concatenate((self._is_shared, self._is_shared))
         self.set_rates(row, rates)
         self.note(row)
         self.edition += 1
@@ -142,6 +152,7 @@ class LoadTable:
             self._rows[row.index] = last
             self._numbers[:, row.index] = self._numbers[:, last.index]
             self._tiers[:, :, row.index] = self._tiers[:, :, last.index]
+            self._is_shared[row.index] = self._is_shared[last.index]
             last.index = row.index
         row.index = -1
         del self._by_name[row.replica]
@@ -167,21 +178,29 @@ class LoadTable:
         return places
 
     # --- what they do ----------------------------------------------------------------------------
-    def set_rates(self, row: Row, rates: ReplicaRates) -> None:
-        """Predict a replica by other rates from now on."""
-        row.rates = rates
-        if row.index < 0:
-            return
-        for place, name in enumerate(NUMBERS[_FIRST_RATE:], _FIRST_RATE):
-            value = getattr(rates, name)
-            self._numbers[place, row.index] = np.inf if value is None else value
-        for place, tier in enumerate(TIERS_FASTEST_FIRST):
-            rate = rates.tiers[tier]
-            self._tiers[place, :3, row.index] = (
-                rate.latency_s,
-                1 / rate.bytes_per_s,
-                rate.s_per_chunk,
-            )
+    def set_rates(self, row: Row, rates: ReplicaRates | None) -> None:
+        """Predict a replica by rates of its own from now on; `None` = by the shared ones."""
+        row.own_rates = rates
+        if row.index >= 0:
+            self._is_shared[row.index] = rates is None
+            self._write_rates(rates or self.shared_rates, np.array([row.index]))
+
+    def share_rates(self, rates: ReplicaRates) -> None:
+        """Predict all replicas without rates of their own by these from now on."""
+        self.shared_rates = rates
+        self._write_rates(rates, np.flatnonzero(self._is_shared[: len(self._rows)]))
+
+    def _write_rates(self, rates: ReplicaRates, rows: Rows) -> None:
+        numbers = [getattr(rates, name) for name in NUMBERS[_FIRST_RATE:]]
+        column = np.array([np.inf if value is None else value for value in numbers])
+        self._numbers[_FIRST_RATE:, rows] = column[:, None]
+        tiers = np.array(
+            [
+                (rate.latency_s, 1 / rate.bytes_per_s, rate.s_per_chunk)
+                for rate in (rates.tiers[tier] for tier in TIERS_FASTEST_FIRST)
+            ]
+        )
+        self._tiers[:, :3, rows] = tiers[:, :, None]
 
     def book(
         self, row: Row, demand: Demand, *, tiers: Mapping[Digest, Tier], now_s: float

@@ -132,7 +132,7 @@ class Fleet:
         self.outliers = Outliers(settings)
         self.loads = LoadTable()
         self.rates = PRIORS
-        """Of replicas of which nothing was measured."""
+        """Where predictions begin, before anything was measured."""
         self.edition = 0
         """Grows with each change of who is there, is well, and serves what."""
         self._roster = Roster()
@@ -147,10 +147,11 @@ class Fleet:
         self._on_freed: Callable[[], None] = lambda: None
 
     def set_rates(self, rates: ReplicaRates) -> None:
-        """Predict all replicas by these rates from now on."""
+        """Predict all replicas by these rates from now on, whatever was learned."""
         self.rates = rates
         for replica in self._replicas.values():
-            self.loads.set_rates(replica.row, rates)
+            self.loads.set_rates(replica.row, None)
+        self.loads.share_rates(rates)
 
     def configure(self, settings: FleetSettings, max_in_flight: int | None) -> None:
         """Probe and judge by other settings from now on."""
@@ -226,7 +227,7 @@ class Fleet:
                 logger.info("replica %s joins: %s, by %s", name, listed.url, listed.source)
             if name not in kept:
                 kept[name] = Replica(name, listed.url, listed.source)
-                kept[name].row = self.loads.add(name, self.rates)
+                kept[name].row = self.loads.add(name)
             kept[name].source = listed.source
             self._replicas[name] = kept[name]
         self._leaving += left

@@ -1,7 +1,7 @@
 """What requests tell of the rates of each replica, and how well placement predicted them.
 
-Owns one estimate for each replica that is there. Refuses what ran beside other requests, or was
-tried twice: it says nothing of the rates.
+Owns an estimate for the fleet and one for each replica that is there. Refuses what ran beside other
+requests, or was tried twice: it says nothing of the rates.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ class Observations:
         self.is_learning = True
         self._fleet = fleet
         self._on_prediction = on_prediction
-        self._estimates: dict[ReplicaId, tuple[Row, RateEstimate]] = {}
+        self._shared: RateEstimate | None = None
+        self._own: dict[ReplicaId, tuple[Row, RateEstimate]] = {}
 
     def note_first_token(
         self, candidate: Candidate, demand: Demand, booking: Booking, elapsed_s: float
@@ -37,9 +38,9 @@ class Observations:
         has_loaded = candidate.slowest_tier not in (None, Tier.HBM)
         if not self.is_learning or has_loaded or not booking.was_alone:
             return
-        estimate = self._of(booking.row)
-        estimate.note_prefill(demand.num_live_tokens, demand.num_virtual_tokens, elapsed_s)
-        self._apply(booking.row, estimate)
+        for estimate in self._of(booking.row):
+            estimate.note_prefill(demand.num_live_tokens, demand.num_virtual_tokens, elapsed_s)
+        self._apply(booking.row)
 
     def note_receipt(self, receipt: Receipt) -> None:
         """An engine says how long a prefix took to load, and from where."""
@@ -51,20 +52,27 @@ class Observations:
         )
         if not self.is_learning or replica is None or tier is None or not is_one_load:
             return
-        estimate = self._of(replica.row)
-        estimate.note_load(tier, receipt.loaded_bytes, receipt.load_s)
-        self._apply(replica.row, estimate)
+        for estimate in self._of(replica.row):
+            estimate.note_load(tier, receipt.loaded_bytes, receipt.load_s)
+        self._apply(replica.row)
 
     def forget(self, replica: ReplicaId) -> None:
         """A replica is gone."""
-        self._estimates.pop(replica, None)
+        self._own.pop(replica, None)
 
-    def _of(self, row: Row) -> RateEstimate:
-        """A replica's estimate; anew for one that has come back, and after other priors."""
-        known = self._estimates.get(row.replica)
-        if known is None or known[0] is not row or known[1].prior is not self._fleet.rates:
-            known = self._estimates[row.replica] = row, RateEstimate(self._fleet.rates)
-        return known[1]
+    def _of(self, row: Row) -> tuple[RateEstimate, RateEstimate]:
+        """That of the fleet and a replica's own; anew after other priors, or when it is back."""
+        if self._shared is None or self._shared.prior is not self._fleet.rates:
+            self._shared = RateEstimate(self._fleet.rates)
+            self._own.clear()
+        known = self._own.get(row.replica)
+        if known is None or known[0] is not row:
+            known = self._own[row.replica] = row, RateEstimate(self._fleet.rates)
+        return self._shared, known[1]
 
-    def _apply(self, row: Row, estimate: RateEstimate) -> None:
-        self._fleet.loads.set_rates(row, estimate.rates)
+    def _apply(self, row: Row) -> None:
+        """Equal replicas are predicted alike and take turns; who differs is predicted by itself."""
+        shared, own = self._of(row)
+        self._fleet.loads.share_rates(shared.rates)
+        is_different = own.differs_from(shared)
+        self._fleet.loads.set_rates(row, own.rates if is_different else None)

@@ -123,19 +123,44 @@ def test_it_can_be_switched_off(fleet: Fleet) -> None:
     assert (fleet.replicas[0].row.rates, ratios) == (PRIORS, [2.0])
 
 
-def test_a_replica_that_comes_back_is_learned_anew(fleet: Fleet) -> None:
-    """Under the same name, at another address; new priors too begin anew."""
+def learn(observations: Observations, fleet: Fleet, name: str, seconds: float, count: int) -> None:
+    """So many requests of one replica, each alone on it."""
+    replica = fleet.find(ReplicaId(name))
+    assert replica is not None
+    for _ in range(count):
+        with fleet.in_flight(replica, DEMAND) as booking:
+            observations.note_first_token(predicted(0.5), DEMAND, booking, seconds)
+
+
+def test_equal_replicas_are_predicted_alike(session: aiohttp.ClientSession) -> None:
+    """What one teaches holds for those that were never asked; who is slower is known by itself."""
+    fleet = fleet_of(session, {ReplicaId(name): f"http://{name}" for name in "abc"})
     observations = Observations(fleet)
-    with fleet.in_flight(fleet.replicas[0], DEMAND) as booking:
-        observations.note_first_token(predicted(0.5), DEMAND, booking, 9.0)
-    slow_s = rate(fleet)
+    learn(observations, fleet, "a", 1.0, 3)
+    seconds = {r.replica: r.row.rates.prefill_s(100, 0) for r in fleet.replicas}
+    assert len(set(seconds.values())) == 1
+    assert seconds[A] == pytest.approx(1.0, rel=0.1)
+    for _ in range(20):
+        learn(observations, fleet, "a", 1.0, 1)
+        learn(observations, fleet, "b", 1.02, 1)
+        learn(observations, fleet, "c", 3.0, 1)
+    fast, other, slow = (r.row.rates.prefill_s(100, 0) for r in fleet.replicas)
+    assert slow == pytest.approx(3.0, rel=0.15)
+    assert fast == pytest.approx(1.0, rel=0.2)
+    assert other == pytest.approx(1.0, rel=0.2)
+
+
+def test_a_replica_that_comes_back_begins_as_the_rest(fleet: Fleet) -> None:
+    """Under the same name, at another address; after new priors all begin anew."""
+    observations = Observations(fleet)
+    learn(observations, fleet, "a", 9.0, 3)
     fleet.add(A, "http://elsewhere")
-    assert rate(fleet) == PRIORS.prefill_s(100, 0) < slow_s
-    with fleet.in_flight(fleet.replicas[0], DEMAND) as booking:
-        observations.note_first_token(predicted(0.5), DEMAND, booking, 1.0)
-    assert rate(fleet) == pytest.approx(1.0, rel=0.2)
+    assert fleet.replicas[0].row.own_rates is None
+    assert rate(fleet) == pytest.approx(9.0, rel=0.2)
     fleet.set_rates(dataclasses.replace(PRIORS, prefill_base_s=5.0))
-    assert rate(fleet) > 5.0
+    assert rate(fleet) == PRIORS.prefill_s(100, 0) - PRIORS.prefill_base_s + 5.0
+    learn(observations, fleet, "a", 1.0, 3)
+    assert rate(fleet) == pytest.approx(1.0, rel=0.2)
 
 
 async def test_the_first_token_of_a_stream_is_what_is_learned_from(
