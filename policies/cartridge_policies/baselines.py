@@ -120,7 +120,9 @@ _HASHED: Final = 1 << 16
 @lru_cache(maxsize=_HASHED)
 def _weight(name: str, replica: str) -> float:
     """From 0 to below 1, as good as random and always the same."""
-    digest = hashlib.blake2b(f"{len(name)}:{name}{replica}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"{len(name)}:{name}{replica}".encode("utf-8", "surrogateescape"), digest_size=8
+    ).digest()
     return int.from_bytes(digest) / 2**64
 
 

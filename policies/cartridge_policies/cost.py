@@ -18,7 +18,7 @@ from cartridge_policies.types import (
     Demand,
     MapMode,
 )
-from cartridge_proto.residency import TIERS_FASTEST_FIRST, Tier
+from cartridge_proto.residency import TIERS_FASTEST_FIRST, ReplicaId, Tier
 
 TERMS: Final = ("queue", "load", "prefill", "interference", "copy")
 _HBM: Final = TIERS_FASTEST_FIRST.index(Tier.HBM)
@@ -35,10 +35,10 @@ class CostTable:
     """Places in `TIERS_FASTEST_FIRST`."""
     total_s: Floats
 
-    def candidate(self, place: int, view: ClusterView, rows: Rows) -> Candidate:
+    def candidate(self, place: int, replica: ReplicaId) -> Candidate:
         """One row in words."""
         return Candidate(
-            replica=view.loads.name(int(rows[place])),
+            replica=replica,
             terms=tuple(map(CostTerm, TERMS, self.terms[:, place].tolist())),
             tiers=tuple(TIERS_FASTEST_FIRST[tier] for tier in self.tiers[:, place].tolist()),
         )

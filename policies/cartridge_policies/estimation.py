@@ -43,7 +43,7 @@ class LeastSquares:
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
-        self._scale: Floats = np.maximum(prior, 0.1 * max(prior))
+        self._scale: Floats = np.maximum(prior, max(0.1 * max(prior), 1e-6))
         self._prior: Floats = np.array(prior, float)
         self._stretch = 1.0
         """How many times slower than the prior observations are, in the mean."""

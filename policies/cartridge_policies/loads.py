@@ -95,7 +95,7 @@ class Booking:
         row = self.row
         row.num_pending -= 1
         row.pending_tokens -= self._demand.num_live_tokens
-        row.pending_s = row.pending_s - self._work_s if row.num_pending else 0.0
+        row.pending_s = max(0.0, row.pending_s - self._work_s) if row.num_pending else 0.0
         row.context_tokens += self._demand.num_context_tokens
         for artifact in self._demand.artifacts:
             tier = self._loads.get(artifact.digest)

@@ -30,9 +30,10 @@ class Ranking(Sequence[Candidate]):
     """Candidates, best first; each is put into words when it is looked at."""
 
     def __init__(self, table: CostTable, view: ClusterView, rows: Rows, order: Rows) -> None:
-        self._table, self._view, self._rows = table, view, rows
+        self._table = table
+        # Rows of the table may be others by the time somebody looks.
+        self._names = [view.loads.name(row) for row in rows.tolist()]
         self._order = order.tolist()
-        self._edition = view.loads.edition
         self._told: dict[int, Candidate] = {}
 
     def __len__(self) -> int:
@@ -59,7 +60,7 @@ class Ranking(Sequence[Candidate]):
     def _tell(self, place: int) -> Candidate:
         told = self._told.get(place)
         if told is None:
-            told = self._told[place] = self._table.candidate(place, self._view, self._rows)
+            told = self._told[place] = self._table.candidate(place, self._names[place])
         return told
 
 

@@ -32,12 +32,11 @@ from cartridge_router.dialects import DIALECTS, Dialect
 from cartridge_router.doors import Doors
 from cartridge_router.drain import Drain
 from cartridge_router.errors import (
-    CartridgeNotServed,
-    ContextTooLong,
-    IncompatibleCartridge,
+    AllReplicasSaturated,
+    DeadlineExceeded,
+    GatewayEnding,
     InvalidRequest,
     MethodNotAllowed,
-    NoEligibleReplica,
     RequestTimeout,
     RequestTooLarge,
     ResponseUnavailable,
@@ -93,13 +92,8 @@ _FOR_OPERATORS: Final = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_ada
 """Change an engine for everybody."""
 UNUSABLE: Final = dataclasses.replace(NO_CARTRIDGES, basis="unusable")
 """What was found could not be used, and the request goes without."""
-_OF_CARTRIDGES: Final = (
-    CartridgeNotServed,
-    ContextTooLong,
-    IncompatibleCartridge,
-    NoEligibleReplica,
-)
-"""What a request may fail with for the Cartridges that were found for it."""
+_OF_ALL: Final = (AllReplicasSaturated, DeadlineExceeded, GatewayEnding)
+"""What a request fails with whatever Cartridges were found for it; the rest may be theirs."""
 MAX_EXPLAINED: Final = 8
 """Candidates in a header: clients take heads of some kilobytes."""
 _REPEATABLE: Final = re.compile(r"[ -~]{1,128}")
@@ -236,8 +230,8 @@ class Api:
                     response = await self._place_and_forward(
                         request, asked, selection, _Told(exchange, logged, span, read_s)
                     )
-                except _OF_CARTRIDGES as error:
-                    if selection.how is not SelectedBy.SEMANTIC:
+                except RouterError as error:
+                    if selection.how is not SelectedBy.SEMANTIC or isinstance(error, _OF_ALL):
                         raise
                     # Nobody asked for them: the question is answered without.
                     logger.warning("request %s goes without Cartridges: %s", request_id, error)
@@ -261,13 +255,17 @@ class Api:
                 self._count(route, selection, status, exchange, logged)
         return response
 
-    async def _select(self, parsed: ParsedRequest, tenant: str, session: str | None) -> Selection:
+    async def _select(
+        self, parsed: ParsedRequest, tenant: str, session: str | None, *, is_dry: bool = False
+    ) -> Selection:
         """The Cartridges that the request names, or those found for its question."""
         finder = self._services.finder
         if not finder.is_asked(parsed):
             return self._services.selector.select(parsed, tenant)
         models = self._services.placer.models_of(parsed.model)
-        return await finder.find(parsed, tenant=tenant, models=models, session=session)
+        return await finder.find(
+            parsed, tenant=tenant, models=models, session=session, is_dry=is_dry
+        )
 
     async def _place_and_forward(
         self, request: web.Request, asked: "_Asked", selection: Selection, told: "_Told"
@@ -460,11 +458,11 @@ class Api:
             policy=steering.policy,
             session=steering.session,
         )
-        selection = await self._select(parsed, tenant.name, steering.session)
+        selection = await self._select(parsed, tenant.name, steering.session, is_dry=True)
         try:
             placement = place(selection)
-        except _OF_CARTRIDGES:
-            if selection.how is not SelectedBy.SEMANTIC:
+        except RouterError as error:
+            if selection.how is not SelectedBy.SEMANTIC or isinstance(error, _OF_ALL):
                 raise
             selection = UNUSABLE
             placement = place(selection)

@@ -44,7 +44,6 @@ from cartridge_router.prefix_salts import PrefixSalts
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.residency_map import RedisReader, ResidencyMap
 from cartridge_router.response_book import ResponseBook
-from cartridge_router.retrieval.errors import ExtraMissing
 from cartridge_router.roster import Source
 from cartridge_router.selection import Selector
 from cartridge_router.settings import KubernetesSettings, Settings, UpstreamClientName
@@ -161,6 +160,7 @@ def _construct(
     def on_gone(replica: ReplicaId) -> None:
         metrics.forget(replica)
         observations.forget(replica)
+        placer.forget(replica)
 
     fleet = Fleet(
         session=session,
@@ -170,6 +170,7 @@ def _construct(
         must_probe_extension=must_probe_extension,
         on_gone=on_gone,
     )
+    placer = Placer(fleet=fleet, residency=residency, settings=settings.placement)
     observations = Observations(fleet, on_prediction=metrics.prediction_ratio.observe)
     observations.is_learning = settings.placement.learn_rates
     fleet.set_all(Source.SETTINGS, settings.replica_urls())
@@ -217,7 +218,7 @@ def _construct(
         fleet=fleet,
         selector=selector,
         finder=finder,
-        placer=Placer(fleet=fleet, residency=residency, settings=settings.placement),
+        placer=placer,
         admission=admission,
         forwarder=Forwarder(
             client=client,
@@ -266,7 +267,7 @@ def _load_finder(finder: Finder) -> None:
     """
     try:
         finder.load()
-    except (ExtraMissing, FileNotFoundError) as error:
+    except Exception as error:  # a model folder may be anything
         raise ConfigurationError([f"selection.enabled: {error}"]) from error
 
 

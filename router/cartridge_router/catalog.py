@@ -7,7 +7,7 @@ serve an entry that does not verify, and never touches the disk on the request p
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cartridge_proto.digest import Digest, parse_digest
@@ -76,15 +76,21 @@ class Catalog:
         """A manifest, whoever may use it: for operators; `None` if there is none."""
         return self._snapshot.manifests.get(digest)
 
-    def newest_for(self, tenant: str) -> list[tuple[str, Cartridge]]:
-        """Of each name the version made last that a tenant may use, with its alias, by alias."""
-        newest: dict[str, tuple[str, Cartridge]] = {}
-        for alias, cartridge in self.visible_to(tenant):
+    def newest_for(self, tenant: str, is_wanted: Callable[[Manifest], bool]) -> list[Cartridge]:
+        """Of what a tenant may use and that is wanted, the version made last of each name.
+
+        A name is an owner's: what another owner calls the same is another one.
+        """
+        newest: dict[tuple[str, str], Cartridge] = {}
+        for _, cartridge in self.visible_to(tenant):
             manifest = cartridge.manifest
-            known = newest.get(manifest.name)
-            if known is None or known[1].manifest.created_at < manifest.created_at:
-                newest[manifest.name] = alias, cartridge
-        return sorted(newest.values(), key=lambda pair: pair[0])
+            if not is_wanted(manifest):
+                continue
+            key = (manifest.access.owner, manifest.name)
+            known = newest.get(key)
+            if known is None or known.manifest.created_at < manifest.created_at:
+                newest[key] = cartridge
+        return [newest[key] for key in sorted(newest)]
 
     def read_text(self, manifest: Manifest) -> str | None:
         """The document that a Cartridge was made of, if the store has it. Blocks.

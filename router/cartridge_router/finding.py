@@ -8,7 +8,7 @@ index: what one tenant adds changes nothing for another.
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from cartridge_proto.manifest import ConventionKind
+from cartridge_proto.manifest import ConventionKind, Manifest
 from cartridge_router.catalog import Cartridge, Catalog
 from cartridge_router.dialects import DIALECTS
 from cartridge_router.questions import question_of
@@ -26,6 +26,7 @@ from cartridge_router.selection import (
     ModelKey,
     Selection,
     Selector,
+    is_of_one_model,
     model_key,
 )
 from cartridge_router.settings import SelectionSettings
@@ -39,10 +40,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS: Final = 10_000
+"""Of one tenant."""
 SESSION_S: Final = 1800.0
 """How long a session's Cartridges are remembered without a request."""
 MAX_WAITING: Final = 64
 """Searches that wait for a thread; more find nothing at once."""
+MAX_WAITING_OF_TENANT: Final = 16
 LOOK_S: Final = 0.5
 """How often audiences are compared with the catalog."""
 
@@ -60,6 +63,7 @@ class SearchOutcome(StrEnum):
     """The audience's index is being made."""
     LATE = "late"
     BUSY = "busy"
+    FAILED = "failed"
     UNUSABLE = "unusable"
     """What was found cannot be joined, is too long, or no replica takes it."""
 
@@ -103,11 +107,11 @@ class Finder:
         self._selector = selector
         self._on_search = on_search
         self._shelves: OrderedDict[Audience, _Shelf] = OrderedDict()
-        self._sessions: OrderedDict[tuple[str, str], tuple[float, tuple[str, ...]]] = OrderedDict()
+        self._sessions: dict[str, OrderedDict[str, tuple[float, tuple[str, ...]]]] = {}
         self._library: Shelves | None = None
         self._searchers = ThreadPoolExecutor(1, thread_name_prefix="search")
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="index")
-        self._num_waiting = 0
+        self._waiting = Counter[str]()
         self._is_wanted = asyncio.Event()
 
     # --- the request path ------------------------------------------------------------------------
@@ -127,15 +131,21 @@ class Finder:
         tenant: str,
         models: Collection[ModelKey],
         session: str | None,
+        is_dry: bool = False,
     ) -> Selection:
         """Cartridges for the question of a request; none where nothing is sure.
 
         `models`: of the engines that serve the request's model. Never raises, and never takes
-        longer than `deadline_ms`: selection is a help, not a step that may fail.
+        longer than `deadline_ms`: selection is a help, not a step that may fail. `is_dry`: nothing
+        is remembered of it.
         """
         started_s = time.monotonic()
         selection, outcome = await self._find(request, tenant, frozenset(models), session)
-        self._on_search(outcome, time.monotonic() - started_s)
+        if not is_dry:
+            self._on_search(outcome, time.monotonic() - started_s)
+            if session is not None and selection.cartridges:
+                digests = tuple(cartridge.digest for cartridge in selection.cartridges)
+                self._remember(tenant, session, digests)
         return selection
 
     async def _find(
@@ -148,14 +158,18 @@ class Finder:
         shelf = self._shelf(Audience(tenant, convention, models))
         if shelf.index is None:
             return _nothing(SearchOutcome.NOT_READY)
-        if self._num_waiting >= MAX_WAITING:
+        is_full = self._waiting.total() >= MAX_WAITING
+        if is_full or self._waiting[tenant] >= MAX_WAITING_OF_TENANT:
             return _nothing(SearchOutcome.BUSY)
         index, cartridges = shelf.index, shelf.cartridges
         try:
             async with asyncio.timeout(self.settings.deadline_ms / 1000):
-                found = await self._search(index, question)
+                found = await self._search(index, question, tenant)
         except TimeoutError:
             return _nothing(SearchOutcome.LATE)
+        except Exception:
+            logger.exception("a search failed")
+            return _nothing(SearchOutcome.FAILED)
         ids: tuple[str, ...] = found.ids
         outcome = SearchOutcome(found.outcome.value)
         if not ids and session is not None:
@@ -169,14 +183,12 @@ class Finder:
         )
         if not selection.cartridges:
             return _nothing(SearchOutcome.UNUSABLE)
-        if session is not None:
-            self._remember(tenant, session, tuple(c.digest for c in selection.cartridges))
         return selection, outcome
 
-    async def _search(self, index: "Index", question: str) -> "Found":
+    async def _search(self, index: "Index", question: str, tenant: str) -> "Found":
         from cartridge_router.retrieval.search import search
 
-        self._num_waiting += 1
+        self._waiting[tenant] += 1
         loop, size = asyncio.get_running_loop(), self.settings.max_cartridges
         try:
             job = self._searchers.submit(search, index, question, max_size=size)
@@ -185,7 +197,7 @@ class Finder:
             finally:
                 job.cancel()
         finally:
-            self._num_waiting -= 1
+            self._waiting[tenant] -= 1
 
     def _within_budget(self, found: Sequence[Cartridge]) -> list[Cartridge]:
         """As many of the first as the budget of tokens has room for."""
@@ -209,38 +221,29 @@ class Finder:
 
     # --- sessions --------------------------------------------------------------------------------
     def _last_of(self, tenant: str, session: str) -> tuple[str, ...]:
-        used_s, ids = self._sessions.get((tenant, session), (0.0, ()))
-        return ids if time.monotonic() - used_s < SESSION_S else ()
+        known = self._sessions[tenant].get(session) if tenant in self._sessions else None
+        return known[1] if known and time.monotonic() - known[0] < SESSION_S else ()
 
     def _remember(self, tenant: str, session: str, ids: tuple[str, ...]) -> None:
-        self._sessions[tenant, session] = time.monotonic(), ids
-        self._sessions.move_to_end((tenant, session))
-        while len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        sessions = self._sessions.setdefault(tenant, OrderedDict())
+        sessions[session] = time.monotonic(), ids
+        sessions.move_to_end(session)
+        while len(sessions) > MAX_SESSIONS:
+            sessions.popitem(last=False)
 
     # --- beside it -------------------------------------------------------------------------------
-    @property
-    def versions(self) -> dict[Audience, str | None]:
-        """Version of each audience's index; `None` while it is being made."""
-        return {
-            audience: None if shelf.index is None else shelf.index.version
-            for audience, shelf in self._shelves.items()
-        }
-
     async def run(self) -> None:
         """Keep the indexes as the catalog is, until cancelled."""
-        edition: object = None
+        known: dict[Audience, object] = {}
         while True:
             self._is_wanted.clear()
-            if self.settings.enabled:
-                for audience in list(self._shelves):
-                    shelf = self._shelves.get(audience)
-                    if shelf is not None and (
-                        shelf.digests is None or edition is not self._catalog.edition
-                    ):
-                        await self._renew(audience, shelf)
-                edition = self._catalog.edition
-                self._forget_unread()
+            edition = self._catalog.edition
+            for audience, shelf in list(self._shelves.items()) if self.settings.enabled else ():
+                if shelf.digests is None or known.get(audience) is not edition:
+                    known[audience] = edition
+                    await self._try_to_renew(audience, shelf)
+            for audience in known.keys() - self._shelves.keys():
+                del known[audience]
             try:
                 async with asyncio.timeout(LOOK_S):
                     await self._is_wanted.wait()
@@ -253,12 +256,20 @@ class Finder:
         if self._library is not None:
             self._builder.submit(self._library.forget_all_but, read)
 
-    async def _renew(self, audience: Audience, shelf: _Shelf) -> None:
+    async def _try_to_renew(self, audience: Audience, shelf: _Shelf) -> None:
+        """As `_renew`; one audience's trouble is not the others'."""
+        try:
+            if await self._renew(audience, shelf):
+                self._forget_unread()
+        except Exception:
+            logger.exception("the index of %s stays as it is", audience.tenant)
+
+    async def _renew(self, audience: Audience, shelf: _Shelf) -> bool:
         """Make the index of an audience anew, beside the old one, if what it may read changed."""
         loop = asyncio.get_running_loop()
         cartridges, learned = await loop.run_in_executor(self._builder, self._look_at, audience)
         if shelf.digests == cartridges.keys() and learned == shelf.learned:
-            return
+            return False
         index, shelf.learned = await loop.run_in_executor(
             self._builder, self._make, audience, list(cartridges.values())
         )
@@ -268,16 +279,21 @@ class Finder:
             "index of %s (%s): %d documents, %s",
             *(audience.tenant, audience.convention.value, len(cartridges), index.version[:12]),
         )
+        return True
 
     def _look_at(self, audience: Audience) -> tuple[dict[str, Cartridge], str]:
         """What an audience may read, the last version of each name; which calibration there is."""
-        found: dict[str, Cartridge] = {
-            cartridge.digest: cartridge
-            for _, cartridge in self._catalog.newest_for(audience.tenant)
-            if cartridge.manifest.prompt_convention.kind is audience.convention
-            and cartridge.manifest.model.adapter is None
-            and model_key(cartridge.manifest.model) in audience.models
-        }
+
+        def is_wanted(manifest: Manifest) -> bool:
+            key = model_key(manifest.model)
+            return (
+                manifest.prompt_convention.kind is audience.convention
+                and manifest.model.adapter is None
+                and any(is_of_one_model(key, model) for model in audience.models)
+            )
+
+        wanted = self._catalog.newest_for(audience.tenant, is_wanted)
+        found: dict[str, Cartridge] = {cartridge.digest: cartridge for cartridge in wanted}
         return found, self._load_shelves().learned(audience.tenant, audience.convention)
 
     def _make(self, audience: Audience, cartridges: Sequence[Cartridge]) -> tuple["Index", str]:

@@ -60,11 +60,9 @@ def _opened(args: argparse.Namespace) -> Iterator[tuple[Shelves, list[Cartridge]
     try:
         asyncio.run(catalog.refresh())
         kind = CONVENTIONS[args.prompts]
-        found = [
-            cartridge
-            for _, cartridge in catalog.newest_for(args.tenant)
-            if cartridge.manifest.prompt_convention.kind is kind
-        ]
+        found = catalog.newest_for(
+            args.tenant, lambda manifest: manifest.prompt_convention.kind is kind
+        )
         yield Shelves(catalog, embedder=args.embedder, folder=args.index_dir), found
     finally:
         catalog.close()

@@ -36,7 +36,9 @@ class Observations:
         if predicted_s > 0:
             self._on_prediction(elapsed_s / predicted_s)
         has_loaded = candidate.slowest_tier not in (None, Tier.HBM)
-        if not self.is_learning or has_loaded or not booking.was_alone:
+        # Alone from the beginning until now, on a replica that is there.
+        is_alone = booking.was_alone and booking.row.num_in_flight == 1 and booking.row.index >= 0
+        if not self.is_learning or has_loaded or not is_alone:
             return
         for estimate in self._of(booking.row):
             estimate.note_prefill(demand.num_live_tokens, demand.num_virtual_tokens, elapsed_s)

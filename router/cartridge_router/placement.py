@@ -192,7 +192,8 @@ class Placer:
             try:
                 self._check(replica, request, selection)
             except _Hindrance as hindrance:
-                hindrances[replica.replica] = hindrance
+                # What is kept must not hold the frames, and with them the request.
+                hindrances[replica.replica] = hindrance.with_traceback(None)
         names = (replica.replica for replica in replicas)
         able = _Able(
             edition=edition,
@@ -201,10 +202,16 @@ class Placer:
             hindrances=hindrances,
             refusals={name: hindrance.text for name, hindrance in hindrances.items()},
         )
-        if len(self._able) >= MAX_KINDS:
-            self._able.clear()
-        self._able[key] = able
+        if len(able.rows):
+            # Clients can name any number of models that nobody serves.
+            if len(self._able) >= MAX_KINDS:
+                self._able.clear()
+            self._able[key] = able
         return able
+
+    def forget(self, replica: ReplicaId) -> None:
+        """A replica is gone."""
+        self._history.forget(replica)
 
     def models_of(self, model: str) -> frozenset[ModelKey]:
         """What Cartridges for a model must be made of, by the engines that serve it."""

@@ -44,13 +44,23 @@ class SelectedBy(StrEnum):
     NONE = "none"
 
 
-ModelKey = tuple[str, str, str]
-"""Architecture, digests of configuration and tokenizer: what an artifact and an engine share."""
+ModelKey = tuple[str, str, str, str]
+"""Architecture, digests of configuration, tokenizer and weights ("" where they are not known)."""
 
 
 def model_key(model: ModelIdentity) -> ModelKey:
     """What tells whether an artifact may serve with a model, adapters left aside."""
-    return model.architecture, model.config_digest, model.tokenizer_digest
+    return (
+        model.architecture,
+        model.config_digest,
+        model.tokenizer_digest,
+        model.weights_digest or "",
+    )
+
+
+def is_of_one_model(one: ModelKey, other: ModelKey) -> bool:
+    """Whether two are the same, as far as both are known."""
+    return one[:3] == other[:3] and (one[3] == other[3] or "" in (one[3], other[3]))
 
 
 @dataclass(frozen=True)

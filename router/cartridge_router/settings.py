@@ -133,11 +133,14 @@ class CartridgeSettings(_Section, frozen=True, kw_only=True):
     """How often the store is looked through for new aliases."""
 
 
+SelectingRoute = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+
+
 class SelectionSettings(_Section, frozen=True, kw_only=True):
     """Cartridges for requests that name none (docs/selection.md)."""
 
     enabled: bool = False
-    routes: list[str] = msgspec.field(
+    routes: list[SelectingRoute] = msgspec.field(
         default_factory=lambda: ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
     )
     """On which of them; a client switches it off for one request by `cartridge_ids: []`."""

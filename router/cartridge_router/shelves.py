@@ -66,9 +66,14 @@ class Shelves:
 
         What an index of the same tenant has on the disk (vectors, a calibration) is used.
         """
+        learned = self.learned(tenant, convention)
         known, calibration = self._known(tenant, convention)
+        prepared = [self._prepare(cartridge, known) for cartridge in cartridges]
+        if self.learned(tenant, convention) != learned:
+            # Somebody has calibrated it while texts were embedded.
+            _, calibration = self._known(tenant, convention)
         index = Index(
-            [self._prepare(cartridge, known) for cartridge in cartridges],
+            prepared,
             # Of this tenant alone: how fast an answer comes says what was asked before.
             RememberedEmbedder(self.embedder),
             calibration,
@@ -106,11 +111,11 @@ class Shelves:
         self, tenant: str, convention: ConventionKind
     ) -> tuple[Mapping[str, Vectors], Calibration]:
         """Vectors by the digest of their text, and what was learned."""
-        if self._folder is None or not (self._place(tenant, convention) / CURRENT).exists():
+        if not self.learned(tenant, convention):
             return {}, DEFAULTS
         try:
             index = load_index(self._place(tenant, convention), self.embedder)
-        except (DamagedIndex, ForeignIndex) as error:
+        except (DamagedIndex, ForeignIndex, OSError) as error:
             logger.warning("the index of %s is made anew: %s", tenant, error)
             return {}, DEFAULTS
         vectors = {
@@ -136,20 +141,15 @@ class Shelves:
         prepared = self._prepared.get(cartridge.digest)
         if prepared is None:
             card = cartridge.manifest.card
+            try:
+                text, is_read = self._catalog.read_text(cartridge.manifest), True
+            except StoreError as error:
+                logger.warning("%s is found by its card only: %s", cartridge.manifest.alias, error)
+                text, is_read = None, False
             document = Document(
-                cartridge.digest,
-                card.title,
-                tuple(card.aliases),
-                card.sentence,
-                self._text_of(cartridge),
+                cartridge.digest, card.title, tuple(card.aliases), card.sentence, text
             )
             prepared = prepare(document, self.embedder, known)
-            self._prepared[cartridge.digest] = prepared
+            if is_read:
+                self._prepared[cartridge.digest] = prepared
         return prepared
-
-    def _text_of(self, cartridge: Cartridge) -> str | None:
-        try:
-            return self._catalog.read_text(cartridge.manifest)
-        except StoreError as error:
-            logger.warning("%s is found by its card only: %s", cartridge.manifest.alias, error)
-            return None

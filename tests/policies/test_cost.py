@@ -37,7 +37,7 @@ def rates(draw: st.DrawFn) -> ReplicaRates:
 
 def terms(demand: Demand, view: ClusterView) -> dict[str, float]:
     """Terms of the only replica of a view."""
-    candidate = costs(demand, view, view.rows).candidate(0, view, view.rows)
+    candidate = costs(demand, view, view.rows).candidate(0, view.loads.name(0))
     return {term.name: term.seconds for term in candidate.terms}
 
 

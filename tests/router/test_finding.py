@@ -10,10 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from cartridge_proto.digest import Digest
+from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import Card, ConventionKind, Manifest
 from cartridge_proto.stores import LocalStore
+from cartridge_router.errors import InvalidRequest
+from cartridge_router.forwarding import Forwarder
 from cartridge_router.settings import SelectionSettings, TenantSettings
+from cartridge_router.shelves import Shelves
 from tests.loadtest.cartridge_requests import chat_body
 from tests.loadtest.replica_client import StartReplica
 from tests.router.fleets import start_fleet, start_replicas
@@ -308,3 +311,89 @@ async def test_other_kinds_of_prompts_have_other_documents(
     gateway = await start_town(start_replica, start_gateway, town, redis_url)
     await has_index(gateway)
     assert found_in(await ask(gateway, ASKS_LIBRARY)) is None
+
+
+async def test_one_owner_s_version_does_not_hide_another_s(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """Nor one for another model or kind of prompt: what does not fit is left out before."""
+    manifest = put_document(store, "library")
+    later: dict[str, Any] = {"created_at": "2099-01-01T00:00:00Z"}
+    other = msgspec.structs.replace(manifest.model, config_digest=sha256_digest(b"other"))
+    put_document(store, "library", version="2", model=other, **later)
+    convention = msgspec.structs.replace(
+        manifest.prompt_convention, kind=ConventionKind.DOCUMENT, chat_template_digest=None
+    )
+    put_document(store, "library", version="3", prompt_convention=convention, **later)
+    foreign = msgspec.structs.replace(manifest.access, owner="beta")
+    put_document(store, "library", version="4", access=foreign, is_text_kept=False, **later)
+    gateway = await start_town(start_replica, start_gateway, store, redis_url)
+    await has_index(gateway)
+    body = chat_body(messages=[{"role": "user", "content": ASKS_LIBRARY}])
+    explained = await gateway.post("/v1/cartridges/explain", body)
+    (first, *_) = explained.json["selection"]["cartridges"]
+    assert first["alias"] in ("library@1", "library@4")
+
+
+async def test_what_an_engine_cannot_do_with_a_found_cartridge_is_done_without(
+    start_replica: StartReplica,
+    start_gateway: StartGateway,
+    town: LocalStore,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An image, say: a 400 for who names a Cartridge, an answer for who does not."""
+    gateway = await start_town(start_replica, start_gateway, town, redis_url)
+    await has_index(gateway)
+    relay = Forwarder.forward
+
+    async def forward(self: Forwarder, request: Any, outgoing: Any, exchange: Any) -> Any:
+        if outgoing.composition is not None:
+            raise InvalidRequest("not with a Cartridge")
+        return await relay(self, request, outgoing, exchange)
+
+    monkeypatch.setattr(Forwarder, "forward", forward)
+    assert (await gateway.ask("library@1")).status == 400
+    reply = await ask(gateway, ASKS_LIBRARY)
+    assert (found_in(reply), reply.headers["x-cartridge-selection"]) == (None, "none; unusable")
+
+
+async def test_one_audience_s_trouble_is_not_the_others(
+    start_replica: StartReplica,
+    start_gateway: StartGateway,
+    town: LocalStore,
+    redis_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An index that cannot be made, and a search that fails, cost no request and no index."""
+    keys = write_keys(tmp_path / "keys.yaml")
+    gateway = await start_town(
+        start_replica, start_gateway, town, redis_url, tenants=TenantSettings(keys_file=keys)
+    )
+    make = Shelves.make
+
+    def failing(self: Shelves, tenant: str, *others: Any) -> Any:
+        if tenant == "acme":
+            raise OSError("no room")
+        return make(self, tenant, *others)
+
+    monkeypatch.setattr(Shelves, "make", failing)
+    assert (await ask(gateway.as_caller(ACME_KEY), ASKS_POOL)).status == 200
+    await has_index(gateway.as_caller(BETA_KEY))
+    assert found_in(await ask(gateway.as_caller(BETA_KEY), ASKS_POOL)) == "pool@1"
+    monkeypatch.setattr("cartridge_router.retrieval.search.search", lambda *_, **__: 1 / 0)
+    reply = await ask(gateway.as_caller(BETA_KEY), ASKS_POOL)
+    assert (reply.status, reply.headers["x-cartridge-selection"]) == (200, "none; failed")
+
+
+async def test_the_dry_run_is_not_remembered(
+    start_replica: StartReplica, start_gateway: StartGateway, town: LocalStore, redis_url: str
+) -> None:
+    """A session goes on with what its own turns were given."""
+    gateway = await start_town(start_replica, start_gateway, town, redis_url)
+    await has_index(gateway)
+    session = {"x-session-id": "s-9"}
+    body = chat_body(messages=[{"role": "user", "content": ASKS_LIBRARY}])
+    await gateway.post("/v1/cartridges/explain", body, session)
+    assert found_in(await ask(gateway, ASKS_NOTHING, session)) is None

@@ -1,8 +1,11 @@
 """Placement through a whole gateway: which replica, and which refusal when there is none."""
 
 import asyncio
+import contextlib
 import dataclasses
+import gc
 import json
+import weakref
 
 import aiohttp
 import msgspec
@@ -21,7 +24,12 @@ from cartridge_proto.residency import (
 )
 from cartridge_proto.stores import LocalStore
 from cartridge_router.catalog import Cartridge
-from cartridge_router.errors import ContextTooLong, IncompatibleCartridge, NoEligibleReplica
+from cartridge_router.errors import (
+    ContextTooLong,
+    IncompatibleCartridge,
+    NoEligibleReplica,
+    UnknownModel,
+)
 from cartridge_router.fleet import ServedModel
 from cartridge_router.placement import Placer
 from cartridge_router.request import Route, parse_request
@@ -423,7 +431,9 @@ async def test_requests_of_a_session_stay_on_one_replica(
     gateway = await start_gateway(quick_gateway(*(stub.url for stub in stubs)))
     homes = set()
     for number in range(8):
-        headers = {"x-session-id": f"conversation-{number}", "x-cartridge-policy": "session_hash"}
+        # Also one that is no ASCII.
+        name = f"gespräch-{number}".encode().decode("latin-1")
+        headers = {"x-session-id": name, "x-cartridge-policy": "session_hash"}
         replies = [await gateway.post(CHAT, chat_body(), headers) for _ in range(3)]
         dry = await gateway.post("/v1/cartridges/explain", chat_body(), headers)
         places = {reply.headers["x-cartridge-replica"] for reply in replies}
@@ -455,3 +465,36 @@ def test_who_is_able_is_asked_again_when_the_fleet_changes(
     fleet.remove(ReplicaId("b"))
     with pytest.raises(NoEligibleReplica):
         able()
+
+
+def test_refused_requests_are_not_kept(session: aiohttp.ClientSession) -> None:
+    """What is remembered of who can take a request holds no request, and no unknown model."""
+    residency = ResidencyMap(key=None, settings=ResidencySettings())
+    fleet = fleet_of(session, {ReplicaId(name): f"http://{name}" for name in "ab"})
+    served, other = fleet.replicas
+    served.is_healthy = other.is_healthy = True
+    served.models, other.models = {"m": ServedModel(None)}, {"n": ServedModel(None)}
+    placer = Placer(fleet=fleet, residency=residency, settings=PlacementSettings())
+    bodies = []
+    for model in ("m", "nobody"):
+        request = parse_request(Route.CHAT, b'{"model":"%b"}' % model.encode(), {})
+        bodies.append(weakref.ref(request))
+        with contextlib.suppress(UnknownModel):
+            placer.place(request, NO_CARTRIDGES)
+        del request
+    gc.collect()
+    assert [body() for body in bodies] == [None, None]
+
+
+def test_a_ranking_outlives_a_change_of_the_fleet(session: aiohttp.ClientSession) -> None:
+    """A request that waited goes where it was placed, or nowhere; never to who came meanwhile."""
+    residency = ResidencyMap(key=None, settings=ResidencySettings())
+    fleet = fleet_of(session, {ReplicaId(name): f"http://{name}" for name in "abc"})
+    for replica in fleet.replicas:
+        replica.is_healthy = True
+    placer = Placer(fleet=fleet, residency=residency, settings=PlacementSettings())
+    ranking = placer.place(parse_request(Route.CHAT, b'{"model":"m"}', {}), NO_CARTRIDGES)
+    for name in "abc":
+        fleet.remove(ReplicaId(name))
+    fleet.add(ReplicaId("d"), "http://d")
+    assert sorted(each.replica for each in ranking.decision.ranking) == ["a", "b", "c"]
