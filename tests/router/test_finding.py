@@ -318,6 +318,8 @@ async def test_one_owner_s_version_does_not_hide_another_s(
 ) -> None:
     """Nor one for another model or kind of prompt: what does not fit is left out before."""
     manifest = put_document(store, "library")
+    # Simulated engines are of the model that the store has then.
+    gateway = await start_town(start_replica, start_gateway, store, redis_url)
     later: dict[str, Any] = {"created_at": "2099-01-01T00:00:00Z"}
     other = msgspec.structs.replace(manifest.model, config_digest=sha256_digest(b"other"))
     put_document(store, "library", version="2", model=other, **later)
@@ -327,7 +329,12 @@ async def test_one_owner_s_version_does_not_hide_another_s(
     put_document(store, "library", version="3", prompt_convention=convention, **later)
     foreign = msgspec.structs.replace(manifest.access, owner="beta")
     put_document(store, "library", version="4", access=foreign, is_text_kept=False, **later)
-    gateway = await start_town(start_replica, start_gateway, store, redis_url)
+
+    async def knows_all() -> bool:
+        listed = (await gateway.get("/v1/cartridges")).json["data"]
+        return {each["id"] for each in listed} >= {f"library@{number}" for number in range(1, 5)}
+
+    await until_true(knows_all, "the catalog has all")
     await has_index(gateway)
     body = chat_body(messages=[{"role": "user", "content": ASKS_LIBRARY}])
     explained = await gateway.post("/v1/cartridges/explain", body)
