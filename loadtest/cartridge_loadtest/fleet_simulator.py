@@ -254,7 +254,9 @@ class _Run:
             self._finish(course)
             return
         name = decision.best.replica
-        course.booking = course.gateway.book(course.demand, decision, now_s)
+        course.booking = course.gateway.book(
+            course.demand, decision, now_s, is_streamed=request.is_streamed
+        )
         course.visit = Visit(
             request,
             now_s,
@@ -271,7 +273,7 @@ class _Run:
         if course.booking is None or visit is None:
             return
         if visit.request.is_streamed:
-            course.booking.note_first_token()
+            course.booking.note_first_token(self._clock.now_s)
         self._ttft_s[course.index] = self._clock.now_s - course.came_s
         self._plain_s[course.index] = visit.came_s - course.came_s + visit.plain_s
         self._hits.update(visit.held.values())

@@ -109,7 +109,9 @@ class GatewayModel:
         self._tick += 1
         return self._policy.decide(demand, view)
 
-    def book(self, demand: Demand, decision: Decision, now_s: float) -> Booking:
+    def book(
+        self, demand: Demand, decision: Decision, now_s: float, *, is_streamed: bool
+    ) -> Booking:
         """The request goes to the first of the ranking, and is counted there at once."""
         best = decision.best
         row = self.loads.find(best.replica)
@@ -118,7 +120,7 @@ class GatewayModel:
         self._history.record(best.replica, demand, now_s)
         digests = [artifact.digest for artifact in demand.artifacts]
         tiers = dict(zip(digests, best.tiers, strict=True))
-        return self.loads.book(row, demand, tiers=tiers, now_s=now_s)
+        return self.loads.book(row, demand, tiers=tiers, now_s=now_s, is_streamed=is_streamed)
 
     def note_down(self, replica: ReplicaId) -> None:
         """A replica is known to be away."""

@@ -53,12 +53,13 @@ def costs(demand: Demand, view: ClusterView, rows: Rows) -> CostTable:
     in. copy: what a new copy drives out.
     """
     numbers = view.loads.columns(rows)
-    in_flight, pending, pending_s, _, context_tokens = numbers[:5]
-    base_s, s_per_token, s_per_token2, s_per_request, s_per_context = numbers[5:10]
-    step_tokens, num_slots, slot_s, copy_s_per_byte = numbers[10:]
+    in_flight, pending, _, _, context_tokens = numbers[:5]
+    base_s, s_per_token, s_per_token2, s_per_request, s_per_context = numbers[8:13]
+    step_tokens, num_slots, slot_s, copy_s_per_byte = numbers[13:]
     live, virtual = demand.num_live_tokens, demand.num_virtual_tokens
     terms = np.zeros((len(TERMS), len(rows)))
-    terms[0] = pending_s + np.maximum(0.0, in_flight + 1 - num_slots) / num_slots * slot_s
+    terms[0] = _pending_s(numbers, view.now_s)
+    terms[0] += np.maximum(0.0, in_flight + 1 - num_slots) / num_slots * slot_s
     terms[2] = base_s + s_per_token * live + s_per_token2 * ((virtual + live) ** 2 - virtual**2)
     num_steps = np.maximum(1.0, np.ceil(live / step_tokens))
     terms[3] = num_steps * ((in_flight - pending) * s_per_request + context_tokens * s_per_context)
@@ -70,6 +71,14 @@ def costs(demand: Demand, view: ClusterView, rows: Rows) -> CostTable:
             sizes = np.array([artifact.size_bytes for artifact in demand.artifacts])
             terms[4] = sizes @ (tiers == _REMOTE) * copy_s_per_byte
     return CostTable(terms, tiers, terms.sum(axis=0))
+
+
+def _pending_s(numbers: Floats, now_s: float) -> Floats:
+    """Predicted work before the first tokens of those ahead, less what is done of it by now."""
+    pending_s, head_s, since_s, unseen_until_s = numbers[[2, 5, 6, 7]]
+    done_s = np.minimum(np.maximum(0.0, now_s - since_s), head_s)
+    left_s: Floats = pending_s - done_s + np.maximum(0.0, unseen_until_s - now_s)
+    return left_s
 
 
 def _place(demand: Demand, view: ClusterView, rows: Rows, tiers: Rows) -> None:

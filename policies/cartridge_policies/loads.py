@@ -5,6 +5,7 @@ on the way. Refuses clocks: whoever books says when. Arrays are kept up to date 
 a decision over a thousand replicas reads them as they are.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -25,6 +26,9 @@ NUMBERS: Final = (
     "pending_s",
     "pending_tokens",
     "context_tokens",
+    "head_s",
+    "head_since_s",
+    "unseen_until_s",
     "prefill_base_s",
     "prefill_s_per_token",
     "prefill_s_per_token2",
@@ -52,6 +56,14 @@ class Row:
         self.pending_s = 0.0
         self.pending_tokens = 0
         self.context_tokens = 0
+        self.pending_order: dict[Booking, None] = {}
+        """Those whose first token has not come, oldest first."""
+        self.head_s = 0.0
+        """Predicted work of the oldest of them."""
+        self.head_since_s = math.inf
+        """When the engine turned to it, as far as is known; `inf`: nothing is known."""
+        self.unseen_until_s = -math.inf
+        """When the prefill of those is over whose first token nobody sees."""
         self.pending_bytes = dict.fromkeys(TIERS_FASTEST_FIRST, 0)
 
 
@@ -65,31 +77,68 @@ class Booking:
         demand: Demand,
         work_s: float,
         loads: Mapping[Digest, Tier],
+        now_s: float,
+        loaded_s: float,
+        is_streamed: bool,
     ) -> None:
         self.row = row
         self.was_alone = row.num_in_flight == 0
         """Nothing else ran when it began: what it took tells the replica's rates."""
-        self._table, self._demand, self._work_s, self._loads = table, demand, work_s, loads
-        self._is_pending = True
+        self._table, self._demand, self._loads = table, demand, loads
+        self.work_s = work_s
+        """Predicted, of its prefill."""
+        self.loaded_s = loaded_s
+        """When all that it needs is predicted to be there."""
+        self._is_pending = self._is_loading = True
         row.num_in_flight += 1
-        row.num_pending += 1
-        row.pending_s += work_s
-        row.pending_tokens += demand.num_live_tokens
         for artifact in demand.artifacts:
             if artifact.digest in loads:
                 row.pending_bytes[loads[artifact.digest]] += artifact.size_bytes
+        if is_streamed:
+            row.num_pending += 1
+            row.pending_s += work_s
+            row.pending_tokens += demand.num_live_tokens
+            row.pending_order[self] = None
+            if row.num_pending == 1:
+                self._turn_to_head(now_s)
+        else:
+            # It decodes long before its answer comes as a whole; its prefill passes unseen.
+            row.unseen_until_s = max(now_s, row.unseen_until_s) + work_s
+            self._is_pending = False
+            row.context_tokens += demand.num_context_tokens
         table.note(row)
 
-    def note_first_token(self) -> None:
-        """Its prefill is done; from now on it decodes."""
+    def _turn_to_head(self, now_s: float) -> None:
+        """The engine turns to the oldest that waits, at the earliest when that is loaded."""
+        row = self.row
+        head = next(iter(row.pending_order), None)
+        row.head_s = 0.0 if head is None else head.work_s
+        row.head_since_s = math.inf if head is None else max(now_s, head.loaded_s)
+
+    def note_first_token(self, now_s: float = math.inf) -> None:
+        """Its prefill is done; from now on it decodes.
+
+        `now_s`, by the clock of `book`: the next one's prefill begins. Without it the work of that
+        one counts as a whole until it is done.
+        """
+        self._note_loaded()
         if not self._is_pending:
             return
         self._is_pending = False
         row = self.row
         row.num_pending -= 1
         row.pending_tokens -= self._demand.num_live_tokens
-        row.pending_s = row.pending_s - self._work_s if row.num_pending else 0.0
+        row.pending_s = row.pending_s - self.work_s if row.num_pending else 0.0
         row.context_tokens += self._demand.num_context_tokens
+        del row.pending_order[self]
+        self._turn_to_head(now_s)
+        self._table.note(row)
+
+    def _note_loaded(self) -> None:
+        if not self._is_loading:
+            return
+        self._is_loading = False
+        row = self.row
         for artifact in self._demand.artifacts:
             tier = self._loads.get(artifact.digest)
             if tier is not None:
@@ -184,24 +233,33 @@ class LoadTable:
             )
 
     def book(
-        self, row: Row, demand: Demand, *, tiers: Mapping[Digest, Tier], now_s: float
+        self,
+        row: Row,
+        demand: Demand,
+        *,
+        tiers: Mapping[Digest, Tier],
+        now_s: float,
+        is_streamed: bool = True,
     ) -> Booking:
         """Count a request, at once, so that the next decision sees it.
 
         `tiers`: where the replica reads each artifact from. One that another request is already
-        bringing is not brought again.
+        bringing is not brought again. `is_streamed`: its first token will be seen; if not, its
+        prefill is taken to be over when it is predicted to be.
         """
         loads = {
             digest: tier
             for digest, tier in tiers.items()
             if tier is not Tier.HBM and row not in self._loading.get(digest, ())
         }
+        loaded_s = now_s
         for artifact in demand.artifacts:
             if artifact.digest in loads:
                 load_s = row.rates.load_s(loads[artifact.digest], artifact.size_bytes)
                 self._loading.setdefault(artifact.digest, {})[row] = now_s + load_s
+            loaded_s = max(loaded_s, self._loading.get(artifact.digest, {}).get(row, now_s))
         work_s = row.rates.prefill_s(demand.num_live_tokens, demand.num_virtual_tokens)
-        return Booking(self, row, demand, work_s, loads)
+        return Booking(self, row, demand, work_s, loads, now_s, loaded_s, is_streamed)
 
     def loading(self, digest: Digest) -> Mapping[Row, float]:
         """Replicas that are being brought an artifact -> when it is due, by `book`'s clock."""
@@ -223,6 +281,9 @@ class LoadTable:
             row.pending_s,
             row.pending_tokens,
             row.context_tokens,
+            row.head_s,
+            row.head_since_s,
+            row.unseen_until_s,
         )
         self._tiers[:, 3, row.index] = [row.pending_bytes[tier] for tier in TIERS_FASTEST_FIRST]
 
