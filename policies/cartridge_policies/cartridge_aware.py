@@ -1,5 +1,7 @@
 """The default policy: the replica where the first token is predicted soonest."""
 
+from typing import Final
+
 import numpy as np
 
 from cartridge_policies.cost import CostTable
@@ -7,6 +9,9 @@ from cartridge_policies.loads import Floats, Rows
 from cartridge_policies.ranking import decide_by
 from cartridge_policies.types import Candidate, ClusterView, Decision, Demand, MapMode, Refusal
 from cartridge_proto.residency import Tier
+
+_FIRST: Final = 1e9
+"""Taken from keys that come before all others, which are seconds."""
 
 
 class CartridgeAware:
@@ -26,12 +31,10 @@ class CartridgeAware:
 
         def key(table: CostTable, rows: Rows) -> Floats:
             total_s = table.total_s
-            is_near = total_s <= (1 + self._near) * total_s.min()
-            if np.count_nonzero(is_near) <= 1:
-                return total_s
+            is_near = total_s <= (1 + self._near) * np.minimum.reduce(total_s)
+            # The near ones come first, whatever they carry.
             in_flight = view.loads.column("in_flight", rows)
-            # Below any number of seconds: the near ones come first, whatever they carry.
-            values: Floats = np.where(is_near, in_flight - in_flight.max() - 1, total_s)
+            values: Floats = np.where(is_near, in_flight - _FIRST, total_s)
             return values
 
         def reason(best: Candidate) -> str:

@@ -26,20 +26,24 @@ NUMBERS: Final = (
     "pending_s",
     "pending_tokens",
     "context_tokens",
-    "head_s",
-    "head_since_s",
+    "behind_s",
+    "pending_until_s",
     "unseen_until_s",
+    "slot_wait_s",
+    "step_s",
     "prefill_base_s",
     "prefill_s_per_token",
     "prefill_s_per_token2",
     "queue_s_per_request",
-    "decode_s_per_context_token",
     "step_tokens",
-    "num_slots",
-    "slot_s",
     "copy_s_per_byte",
 )
-"""Columns; from `prefill_base_s` on they are those of `ReplicaRates`."""
+"""Columns; from `prefill_base_s` on they are those of `ReplicaRates`.
+
+`behind_s`: of `pending_s` what is not the oldest one's. `pending_until_s`: when all pending work
+would be over, had the engine turned to it when it did; `inf` where that is not known.
+`slot_wait_s`: for a slot of the engine. `step_s`: what running requests add to each step.
+"""
 _FIRST_RATE: Final = NUMBERS.index("prefill_base_s")
 
 
@@ -179,7 +183,6 @@ class LoadTable:
             self._numbers = np.concatenate((self._numbers, self._numbers), axis=1)
             self._tiers = np.concatenate((self._tiers, self._tiers), axis=2)
         self.set_rates(row, rates)
-        self.note(row)
         self.edition += 1
         return row
 
@@ -222,8 +225,7 @@ class LoadTable:
         if row.index < 0:
             return
         for place, name in enumerate(NUMBERS[_FIRST_RATE:], _FIRST_RATE):
-            value = getattr(rates, name)
-            self._numbers[place, row.index] = np.inf if value is None else value
+            self._numbers[place, row.index] = getattr(rates, name)
         for place, tier in enumerate(TIERS_FASTEST_FIRST):
             rate = rates.tiers[tier]
             self._tiers[place, :3, row.index] = (
@@ -231,6 +233,7 @@ class LoadTable:
                 1 / rate.bytes_per_s,
                 rate.s_per_chunk,
             )
+        self.note(row)
 
     def book(
         self,
@@ -275,17 +278,29 @@ class LoadTable:
         """Write a row's numbers into the arrays."""
         if row.index < 0:
             return
+        rates = row.rates
+        slot_wait_s = 0.0
+        if rates.num_slots is not None:
+            num_before = max(0, row.num_in_flight + 1 - rates.num_slots)
+            slot_wait_s = num_before / rates.num_slots * rates.slot_s
+        num_decoding = row.num_in_flight - row.num_pending
         self._numbers[:_FIRST_RATE, row.index] = (
             row.num_in_flight,
             row.num_pending,
             row.pending_s,
             row.pending_tokens,
             row.context_tokens,
-            row.head_s,
-            row.head_since_s,
+            row.pending_s - row.head_s,
+            row.pending_s + row.head_since_s,
             row.unseen_until_s,
+            slot_wait_s,
+            num_decoding * rates.queue_s_per_request
+            + row.context_tokens * rates.decode_s_per_context_token,
         )
-        self._tiers[:, 3, row.index] = [row.pending_bytes[tier] for tier in TIERS_FASTEST_FIRST]
+        self._tiers[:, 3, row.index] = [
+            num_bytes / rates.tiers[tier].bytes_per_s
+            for tier, num_bytes in row.pending_bytes.items()
+        ]
 
     # --- for policies ----------------------------------------------------------------------------
     def column(self, name: str, rows: Rows) -> Floats:
@@ -295,10 +310,10 @@ class LoadTable:
 
     def columns(self, rows: Rows) -> Floats:
         """All of `NUMBERS` for some rows, [numbers, rows]."""
-        taken: Floats = self._numbers[:, rows]
+        taken: Floats = self._numbers.take(rows, axis=1)
         return taken
 
     def tier_columns(self, rows: Rows) -> Floats:
-        """Latency, seconds per byte and per chunk, bytes on the way: [tiers, 4, rows]."""
-        taken: Floats = self._tiers[:, :, rows]
+        """Seconds of latency, per byte, per chunk, and of what is on the way: [tiers, 4, rows]."""
+        taken: Floats = self._tiers.take(rows, axis=2)
         return taken
