@@ -169,7 +169,7 @@ class Exchange:
     def note_first_byte(self) -> None:
         """Its answer begins."""
         self.first_byte_s = time.monotonic()
-        self._booking.note_first_token()
+        self._booking.note_first_token(self.first_byte_s)
         self.headers[HEADER_REPLICA] = self.candidate.replica
         if self.candidate.slowest_tier is not None:
             self.headers[HEADER_TIER] = self.candidate.slowest_tier.value

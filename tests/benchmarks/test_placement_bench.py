@@ -4,7 +4,7 @@ Owns its figures, verdicts and page on a tiny run. Refuses to time anything.
 """
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ def test_decisions_are_renewed_in_place(
     old = bench.Row("decision/16x4", 99.0, "us", "<= 60", False, "old")
     judged = bench.judged(results, TINY)
     out, page = tmp_path / "rows.json", tmp_path / "page.md"
-    out.write_text(json.dumps([bench.asdict(row) for row in [*judged, old]]))
+    out.write_text(json.dumps([asdict(row) for row in [*judged, old]]))
     page.write_text(bench.page(results, [*judged, old], TINY))
     new = replace(old, value=1.0, ok=True, against="new")
     monkeypatch.setattr(bench, "decision_rows", lambda: [new])
