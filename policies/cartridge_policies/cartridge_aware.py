@@ -4,14 +4,13 @@ from typing import Final
 
 import numpy as np
 
-from cartridge_policies.cost import CostTable
+from cartridge_policies.cost import TERMS, CostTable
 from cartridge_policies.loads import Floats, Rows
 from cartridge_policies.ranking import decide_by
 from cartridge_policies.types import Candidate, ClusterView, Decision, Demand, MapMode, Refusal
 from cartridge_proto.residency import Tier
 
-_FIRST: Final = 1e9
-"""Taken from keys that come before all others, which are seconds."""
+_LOAD: Final = TERMS.index("load")
 
 
 class CartridgeAware:
@@ -27,14 +26,16 @@ class CartridgeAware:
         self._near = near
 
     def decide(self, demand: Demand, view: ClusterView) -> Decision | Refusal:
-        """Rank by predicted seconds, the near ones by requests in flight; ties take turns."""
+        """Rank by seconds, near ones by requests in flight and then load; ties take turns."""
 
         def key(table: CostTable, rows: Rows) -> Floats:
             total_s = table.total_s
             is_near = total_s <= (1 + self._near) * np.minimum.reduce(total_s)
-            # The near ones come first, whatever they carry.
-            in_flight = view.loads.column("in_flight", rows)
-            values: Floats = np.where(is_near, in_flight - _FIRST, total_s)
+            # Of equally busy ones that which has to load least, by less than one request.
+            load_s = table.terms[_LOAD]
+            busy = view.loads.column("in_flight", rows) + 0.5 * load_s / (1 + load_s)
+            # The near ones come before all others, which have seconds for keys.
+            values: Floats = np.where(is_near, -1 / (1 + busy), total_s)
             return values
 
         def reason(best: Candidate) -> str:

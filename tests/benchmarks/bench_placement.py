@@ -72,7 +72,7 @@ class Pains:
     per_replica: int
 
 
-THOROUGH: Final = Pains((4, 16, 64, 256), num_seeds=3, num_requests=2_000, per_replica=20)
+THOROUGH: Final = Pains((4, 16, 64, 256), num_seeds=3, num_requests=2_000, per_replica=16)
 QUICK: Final = Pains((4, 16), num_seeds=1, num_requests=500, per_replica=10)
 
 
