@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine bench-gateway bench-selection screenshot generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine bench-gateway bench-placement bench-selection screenshot generate lock
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench-engine: setup ## What a Cartridge costs on a real engine, beside a plain p
 bench-gateway: setup ## What a request costs in the gateway, beside its peers
 	@PYTHON="$(PYTHON)" .ci/peers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_gateway $(ARGS)
+
+bench-placement: setup ## What placement wins, in simulated fleets, and what a decision costs
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_placement $(ARGS)
 
 bench-selection: setup ## Whether the right documents are found, on public sets, and the cost
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_selection $(ARGS)

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from cartridge_policies.loads import Floats, Rows
+from cartridge_policies.loads import NUMBERS, Floats, Rows
 from cartridge_policies.rates import CHUNK_BYTES
 from cartridge_policies.types import (
     Candidate,
@@ -24,6 +24,22 @@ TERMS: Final = ("queue", "load", "prefill", "interference", "copy")
 _HBM: Final = TIERS_FASTEST_FIRST.index(Tier.HBM)
 _PLACE_OF: Final = {tier: place for place, tier in enumerate(TIERS_FASTEST_FIRST)}
 _REMOTE: Final = TIERS_FASTEST_FIRST.index(Tier.REMOTE)
+_PENDING, _BEHIND, _UNTIL, _UNSEEN, _SLOT_WAIT, _STEP, _STEP_TOKENS, _COPY = (
+    NUMBERS.index(name)
+    for name in (
+        "pending_s",
+        "behind_s",
+        "pending_until_s",
+        "unseen_until_s",
+        "slot_wait_s",
+        "step_s",
+        "step_tokens",
+        "copy_s_per_byte",
+    )
+)
+_BASE: Final = NUMBERS.index("prefill_base_s")
+_PREFILL: Final = slice(_BASE, _BASE + 3)
+"""Coefficients of 1, m and (P + m)² - P²."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +69,31 @@ def costs(demand: Demand, view: ClusterView, rows: Rows) -> CostTable:
     in. copy: what a new copy drives out.
     """
     numbers = view.loads.columns(rows)
-    in_flight, pending, pending_s, _, context_tokens = numbers[:5]
-    base_s, s_per_token, s_per_token2, s_per_request, s_per_context = numbers[5:10]
-    step_tokens, num_slots, slot_s, copy_s_per_byte = numbers[10:]
     live, virtual = demand.num_live_tokens, demand.num_virtual_tokens
     terms = np.zeros((len(TERMS), len(rows)))
-    terms[0] = pending_s + np.maximum(0.0, in_flight + 1 - num_slots) / num_slots * slot_s
-    terms[2] = base_s + s_per_token * live + s_per_token2 * ((virtual + live) ** 2 - virtual**2)
-    num_steps = np.maximum(1.0, np.ceil(live / step_tokens))
-    terms[3] = num_steps * ((in_flight - pending) * s_per_request + context_tokens * s_per_context)
+    terms[0] = _pending_s(numbers, view.now_s) + numbers[_SLOT_WAIT]
+    sizes_of_prefill = np.array([1.0, live, (virtual + live) ** 2 - virtual**2])
+    terms[2] = sizes_of_prefill @ numbers[_PREFILL]
+    num_steps = np.maximum(1.0, np.ceil(live / numbers[_STEP_TOKENS]))
+    terms[3] = num_steps * numbers[_STEP]
     tiers = np.full((len(demand.artifacts), len(rows)), _REMOTE, dtype=np.intp)
     if demand.artifacts:
         _place(demand, view, rows, tiers)
         terms[1] = _load_s(demand, view, rows, tiers)
+        copy_s_per_byte = numbers[_COPY]
         if copy_s_per_byte.any():
             sizes = np.array([artifact.size_bytes for artifact in demand.artifacts])
             terms[4] = sizes @ (tiers == _REMOTE) * copy_s_per_byte
-    return CostTable(terms, tiers, terms.sum(axis=0))
+    return CostTable(terms, tiers, np.add.reduce(terms))
+
+
+def _pending_s(numbers: Floats, now_s: float) -> Floats:
+    """Predicted work before the first tokens of those ahead, less what is done of it by now."""
+    # What is done is at most the oldest one's; of that, what passed since the engine turned to it.
+    left_s: Floats = np.minimum(numbers[_PENDING], numbers[_UNTIL] - now_s)
+    left_s = np.maximum(left_s, numbers[_BEHIND])
+    left_s += np.maximum(numbers[_UNSEEN] - now_s, 0.0)
+    return left_s
 
 
 def _place(demand: Demand, view: ClusterView, rows: Rows, tiers: Rows) -> None:
@@ -94,17 +118,24 @@ def _place(demand: Demand, view: ClusterView, rows: Rows, tiers: Rows) -> None:
 
 def _load_s(demand: Demand, view: ClusterView, rows: Rows, tiers: Rows) -> Floats:
     """Seconds until all artifacts are read on each row, one after another."""
-    sizes = np.array([[artifact.size_bytes] for artifact in demand.artifacts], dtype=np.float64)
-    num_chunks = np.ceil(sizes / CHUNK_BYTES)
-    rates = view.loads.tier_columns(rows)[:, :, None]
+    count = len(demand.artifacts)
+    # What is on a link already delays a request once, not each of its artifacts.
+    factors = np.array(
+        [
+            (1.0, artifact.size_bytes, -(-artifact.size_bytes // CHUNK_BYTES), 1 / count)
+            for artifact in demand.artifacts
+        ]
+    )
     # [tiers, artifacts, rows]
-    by_tier = rates[:, 0] + (sizes + rates[:, 3]) * rates[:, 1] + num_chunks * rates[:, 2]
+    by_tier = factors @ view.loads.tier_columns(rows)
     # A faster tier never costs more than a slower one: it could be read from there as well.
     for place in range(_REMOTE, 0, -1):
         np.minimum(by_tier[place - 1], by_tier[place], out=by_tier[place - 1])
-    load_s: Floats = by_tier[tiers, np.arange(len(sizes))[:, None], np.arange(len(rows))[None]]
+    # Flat indices: the cheapest way to take one tier for each artifact and row.
+    places = tiers.ravel() * tiers.size + np.arange(tiers.size)
+    load_s: Floats = by_tier.ravel()[places].reshape(tiers.shape)
     _join_loads(demand, view, rows, load_s)
-    total_s: Floats = load_s.sum(axis=0)
+    total_s: Floats = np.add.reduce(load_s)
     return total_s
 
 

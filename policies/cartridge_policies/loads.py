@@ -5,6 +5,7 @@ on the way. Refuses clocks: whoever books says when. Arrays are kept up to date 
 a decision over a thousand replicas reads them as they are.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -25,18 +26,29 @@ NUMBERS: Final = (
     "pending_s",
     "pending_tokens",
     "context_tokens",
+    "behind_s",
+    "pending_until_s",
+    "unseen_until_s",
+    "slot_wait_s",
+    "step_s",
     "prefill_base_s",
     "prefill_s_per_token",
     "prefill_s_per_token2",
     "queue_s_per_request",
-    "decode_s_per_context_token",
     "step_tokens",
-    "num_slots",
-    "slot_s",
     "copy_s_per_byte",
 )
-"""Columns; from `prefill_base_s` on they are those of `ReplicaRates`."""
+"""Columns; from `prefill_base_s` on they are those of `ReplicaRates`.
+
+`behind_s`: of `pending_s` what is not the oldest one's. `pending_until_s`: when all pending work
+would be over, had the engine turned to it when it did; `inf` where that is not known.
+`slot_wait_s`: for a slot of the engine. `step_s`: what running requests add to each step.
+"""
 _FIRST_RATE: Final = NUMBERS.index("prefill_base_s")
+
+
+_IN_LOADS: Final = ("num_slots", "slot_s", "queue_s_per_request", "decode_s_per_context_token")
+"""Rates that are in `slot_wait_s` and `step_s`."""
 
 
 class Row:
@@ -54,6 +66,16 @@ class Row:
         self.pending_s = 0.0
         self.pending_tokens = 0
         self.context_tokens = 0
+        self.pending_order: dict[Booking, None] = {}
+        """Those whose first token has not come, oldest first."""
+        self.head_s = 0.0
+        """Predicted work of the oldest of them."""
+        self.head_since_s = math.inf
+        """When the engine turned to it, as far as is known; `inf`: nothing is known."""
+        self.unseen_until_s = -math.inf
+        """When the prefill of those is over whose first token nobody sees."""
+        self.num_unseen = 0
+        """Of those that have not ended."""
         self.pending_bytes = dict.fromkeys(TIERS_FASTEST_FIRST, 0)
 
     @property
@@ -72,31 +94,70 @@ class Booking:
         demand: Demand,
         work_s: float,
         loads: Mapping[Digest, Tier],
+        now_s: float,
+        loaded_s: float,
+        is_streamed: bool,
     ) -> None:
         self.row = row
         self.was_alone = row.num_in_flight == 0
         """Nothing else ran when it began: what it took tells the replica's rates."""
-        self._table, self._demand, self._work_s, self._loads = table, demand, work_s, loads
-        self._is_pending = True
+        self._table, self._demand, self._loads = table, demand, loads
+        self.work_s = work_s
+        """Predicted, of its prefill."""
+        self.loaded_s = loaded_s
+        """When all that it needs is predicted to be there."""
+        self._is_pending = self._is_loading = True
+        self._is_unseen = not is_streamed
         row.num_in_flight += 1
-        row.num_pending += 1
-        row.pending_s += work_s
-        row.pending_tokens += demand.num_live_tokens
         for artifact in demand.artifacts:
             if artifact.digest in loads:
                 row.pending_bytes[loads[artifact.digest]] += artifact.size_bytes
+        if is_streamed:
+            row.num_pending += 1
+            row.pending_s += work_s
+            row.pending_tokens += demand.num_live_tokens
+            row.pending_order[self] = None
+            if row.num_pending == 1:
+                self._turn_to_head(now_s)
+        else:
+            # It decodes long before its answer comes as a whole; its prefill passes unseen.
+            row.unseen_until_s = max(now_s, row.unseen_until_s) + work_s
+            row.num_unseen += 1
+            self._is_pending = False
+            row.context_tokens += demand.num_context_tokens
         table.note(row)
 
-    def note_first_token(self) -> None:
-        """Its prefill is done; from now on it decodes."""
+    def _turn_to_head(self, now_s: float) -> None:
+        """The engine turns to the oldest that waits, at the earliest when that is loaded."""
+        row = self.row
+        head = next(iter(row.pending_order), None)
+        row.head_s = 0.0 if head is None else head.work_s
+        row.head_since_s = math.inf if head is None else max(now_s, head.loaded_s)
+
+    def note_first_token(self, now_s: float = math.inf) -> None:
+        """Its prefill is done; from now on it decodes.
+
+        `now_s`, by the clock of `book`: the next one's prefill begins. Without it the work of that
+        one counts as a whole until it is done.
+        """
+        self._note_loaded()
         if not self._is_pending:
             return
         self._is_pending = False
         row = self.row
         row.num_pending -= 1
         row.pending_tokens -= self._demand.num_live_tokens
-        row.pending_s = max(0.0, row.pending_s - self._work_s) if row.num_pending else 0.0
+        row.pending_s = max(0.0, row.pending_s - self.work_s) if row.num_pending else 0.0
         row.context_tokens += self._demand.num_context_tokens
+        del row.pending_order[self]
+        self._turn_to_head(now_s)
+        self._table.note(row)
+
+    def _note_loaded(self) -> None:
+        if not self._is_loading:
+            return
+        self._is_loading = False
+        row = self.row
         for artifact in self._demand.artifacts:
             tier = self._loads.get(artifact.digest)
             if tier is not None:
@@ -107,6 +168,11 @@ class Booking:
     def end(self) -> None:
         """It is over; once."""
         self.note_first_token()
+        if self._is_unseen:
+            self.row.num_unseen -= 1
+            if not self.row.num_unseen:
+                # The answers are there: whatever was predicted, nothing is left to be done.
+                self.row.unseen_until_s = -math.inf
         self.row.num_in_flight -= 1
         self.row.context_tokens -= self._demand.num_context_tokens
         self._table.note(self.row)
@@ -140,7 +206,6 @@ class LoadTable:
             self._tiers = np.concatenate((self._tiers, self._tiers), axis=2)
             self._is_shared = np.concatenate((self._is_shared, self._is_shared))
         self.set_rates(row, rates)
-        self.note(row)
         self.edition += 1
         return row
 
@@ -184,15 +249,19 @@ class LoadTable:
         if row.index >= 0:
             self._is_shared[row.index] = rates is None
             self._write_rates(rates or self.shared_rates, np.array([row.index]))
+            self.note(row)
 
     def share_rates(self, rates: ReplicaRates) -> None:
         """Predict all replicas without rates of their own by these from now on."""
-        self.shared_rates = rates
-        self._write_rates(rates, np.flatnonzero(self._is_shared[: len(self._rows)]))
+        before, self.shared_rates = self.shared_rates, rates
+        shared = np.flatnonzero(self._is_shared[: len(self._rows)])
+        self._write_rates(rates, shared)
+        if any(getattr(before, name) != getattr(rates, name) for name in _IN_LOADS):
+            for index in shared.tolist():
+                self.note(self._rows[index])
 
     def _write_rates(self, rates: ReplicaRates, rows: Rows) -> None:
-        numbers = [getattr(rates, name) for name in NUMBERS[_FIRST_RATE:]]
-        column = np.array([np.inf if value is None else value for value in numbers])
+        column = np.array([getattr(rates, name) for name in NUMBERS[_FIRST_RATE:]], float)
         self._numbers[_FIRST_RATE:, rows] = column[:, None]
         tiers = np.array(
             [
@@ -203,24 +272,33 @@ class LoadTable:
         self._tiers[:, :3, rows] = tiers[:, :, None]
 
     def book(
-        self, row: Row, demand: Demand, *, tiers: Mapping[Digest, Tier], now_s: float
+        self,
+        row: Row,
+        demand: Demand,
+        *,
+        tiers: Mapping[Digest, Tier],
+        now_s: float,
+        is_streamed: bool = True,
     ) -> Booking:
         """Count a request, at once, so that the next decision sees it.
 
         `tiers`: where the replica reads each artifact from. One that another request is already
-        bringing is not brought again.
+        bringing is not brought again. `is_streamed`: its first token will be seen; if not, its
+        prefill is taken to be over when it is predicted to be.
         """
         loads = {
             digest: tier
             for digest, tier in tiers.items()
             if tier is not Tier.HBM and row not in self._loading.get(digest, ())
         }
+        loaded_s = now_s
         for artifact in demand.artifacts:
             if artifact.digest in loads:
                 load_s = row.rates.load_s(loads[artifact.digest], artifact.size_bytes)
                 self._loading.setdefault(artifact.digest, {})[row] = now_s + load_s
+            loaded_s = max(loaded_s, self._loading.get(artifact.digest, {}).get(row, now_s))
         work_s = row.rates.prefill_s(demand.num_live_tokens, demand.num_virtual_tokens)
-        return Booking(self, row, demand, work_s, loads)
+        return Booking(self, row, demand, work_s, loads, now_s, loaded_s, is_streamed)
 
     def loading(self, digest: Digest) -> Mapping[Row, float]:
         """Replicas that are being brought an artifact -> when it is due, by `book`'s clock."""
@@ -236,14 +314,29 @@ class LoadTable:
         """Write a row's numbers into the arrays."""
         if row.index < 0:
             return
+        rates = row.rates
+        slot_wait_s = 0.0
+        if rates.num_slots is not None:
+            num_before = max(0, row.num_in_flight + 1 - rates.num_slots)
+            slot_wait_s = num_before / rates.num_slots * rates.slot_s
+        num_decoding = row.num_in_flight - row.num_pending
         self._numbers[:_FIRST_RATE, row.index] = (
             row.num_in_flight,
             row.num_pending,
             row.pending_s,
             row.pending_tokens,
             row.context_tokens,
+            row.pending_s - row.head_s,
+            row.pending_s + row.head_since_s,
+            row.unseen_until_s,
+            slot_wait_s,
+            num_decoding * rates.queue_s_per_request
+            + row.context_tokens * rates.decode_s_per_context_token,
         )
-        self._tiers[:, 3, row.index] = [row.pending_bytes[tier] for tier in TIERS_FASTEST_FIRST]
+        self._tiers[:, 3, row.index] = [
+            num_bytes / rates.tiers[tier].bytes_per_s
+            for tier, num_bytes in row.pending_bytes.items()
+        ]
 
     # --- for policies ----------------------------------------------------------------------------
     def column(self, name: str, rows: Rows) -> Floats:
@@ -253,10 +346,10 @@ class LoadTable:
 
     def columns(self, rows: Rows) -> Floats:
         """All of `NUMBERS` for some rows, [numbers, rows]."""
-        taken: Floats = self._numbers[:, rows]
+        taken: Floats = self._numbers.take(rows, axis=1)
         return taken
 
     def tier_columns(self, rows: Rows) -> Floats:
-        """Latency, seconds per byte and per chunk, bytes on the way: [tiers, 4, rows]."""
-        taken: Floats = self._tiers[:, :, rows]
+        """Seconds of latency, per byte, per chunk, and of what is on the way: [tiers, 4, rows]."""
+        taken: Floats = self._tiers.take(rows, axis=2)
         return taken

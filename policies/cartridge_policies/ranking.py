@@ -97,10 +97,10 @@ def decide_by(
     table = costs(demand, view, rows)
     values = key(table, rows)
     # Rows are in the order of names, and the sort is stable.
-    order = np.argsort(values, kind="stable")
+    order = values.argsort(kind="stable")
     best = values[order[0]]
     num_tied = int(np.count_nonzero(values <= best + abs(best) * RELATIVE_TIE))
-    if num_tied > 1:
-        order[:num_tied] = np.roll(order[:num_tied], -(view.tick % num_tied))
+    if num_tied > 1 and (turn := view.tick % num_tied):
+        order[:num_tied] = np.concatenate((order[turn:num_tied], order[:turn]))
     ranking = Ranking(table, view, rows, order)
     return Decision(ranking, reason(ranking[0]))

@@ -392,6 +392,7 @@ class Api:
             composition=selection.composition,
             is_lookup=is_lookup,
             has_holder=placement.has_holder,
+            is_streamed=parsed.is_streamed,
             num_openers=DIALECTS[parsed.route].num_openers * parsed.num_choices,
             deadline_s=asked.deadline_s,
             on_created=on_created,

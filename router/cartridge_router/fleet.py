@@ -248,13 +248,21 @@ class Fleet:
     # --- what requests tell ----------------------------------------------------------------------
     @contextlib.contextmanager
     def in_flight(
-        self, replica: Replica, demand: Demand = NOTHING, tiers: Mapping[Digest, Tier] = NO_TIERS
+        self,
+        replica: Replica,
+        demand: Demand = NOTHING,
+        tiers: Mapping[Digest, Tier] = NO_TIERS,
+        *,
+        is_streamed: bool = True,
     ) -> Iterator[Booking]:
         """Count one request, and what it demands, for as long as the block runs.
 
-        `tiers`: where the replica is thought to read each artifact from.
+        `tiers`: where the replica is thought to read each artifact from. `is_streamed`: whether
+        the first token will be seen.
         """
-        booking = self.loads.book(replica.row, demand, tiers=tiers, now_s=time.monotonic())
+        booking = self.loads.book(
+            replica.row, demand, tiers=tiers, now_s=time.monotonic(), is_streamed=is_streamed
+        )
         try:
             yield booking
         finally:

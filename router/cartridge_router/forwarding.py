@@ -149,6 +149,8 @@ class Outgoing:
     """One replica has what is asked for, and nobody knows which: 404 is asked of the next."""
     has_holder: bool
     """Only the one replica has it."""
+    is_streamed: bool
+    """Events are asked for: the first token can be seen."""
     num_openers: int
     """Events of a stream that come before anything is known of the answer."""
     deadline_s: float | None = None
@@ -313,7 +315,10 @@ class Forwarder:
             if candidate.slowest_tier is not None:
                 self._receipts.expect(outgoing.request_id, candidate.slowest_tier)
             with self._fleet.in_flight(
-                target, outgoing.demand, outgoing.tiers(candidate)
+                target,
+                outgoing.demand,
+                outgoing.tiers(candidate),
+                is_streamed=outgoing.is_streamed,
             ) as booking:
                 try:
                     with contextlib.closing(
@@ -514,14 +519,14 @@ class Forwarder:
         exchange.num_events += _num_events(chunk)
         if exchange.num_events <= outgoing.num_openers:
             return
-        exchange.awaits_token = False
-        exchange.booking.note_first_token()
+        exchange.awaits_token, now_s = False, time.monotonic()
+        exchange.booking.note_first_token(now_s)
         if not exchange.num_retries:
             self._observations.note_first_token(
                 exchange.candidate,
                 outgoing.demand,
                 exchange.booking,
-                time.monotonic() - exchange.sent_s,
+                now_s - exchange.sent_s,
             )
 
     async def _first_bytes(

@@ -108,6 +108,8 @@ class ParsedRequest:
     """Longest answer that the request allows; 0 where it sets no limit."""
     num_choices: int = 1
     """Answers that are asked for (`n`)."""
+    is_streamed: bool = False
+    """Asks for events: its first token can be seen."""
     can_take_prefix: bool = True
     """False where it wants what a prefix without token ids cannot give."""
 
@@ -168,6 +170,7 @@ def parse_request(
         num_live_tokens=len(data) // BYTES_PER_TOKEN,
         num_output_tokens=_num_output_tokens(fields, body),
         num_choices=int(min(max(1.0, fields.n or 1.0), MAX_CHOICES)),
+        is_streamed="stream" in body.members and body.members["stream"].value == b"true",
         can_take_prefix=hindrance is None,
     )
 

@@ -91,16 +91,27 @@ def test_a_queue_is_worth_its_seconds(queue: int, expected: str) -> None:
 
 
 @given(demand=demands(), fleet=fleets(min_size=1))
-def test_the_best_is_never_slower_than_another(demand: Demand, fleet: Fleet) -> None:
-    """The first of the ranking has the lowest predicted time, and the rest is in order."""
+def test_the_best_is_never_much_slower_than_another(demand: Demand, fleet: Fleet) -> None:
+    """The first is within a tenth of the lowest predicted time; beyond that, time is the order."""
     answer = AWARE.decide(demand, fleet.view)
     if isinstance(answer, Refusal):
         return
     totals = [candidate.total_s for candidate in answer.ranking]
-    # Replicas within 1e-9 of the best count as equal and take turns.
-    assert totals[0] <= min(totals) * (1 + 1e-9)
-    slower = [total for total in totals if total > min(totals) * (1 + 2e-9)]
+    bound = 1.1 * min(totals)
+    num_near = sum(total <= bound * (1 - 1e-9) for total in totals)
+    assert all(total <= bound * (1 + 1e-9) for total in totals[:num_near])
+    slower = [total for total in totals if total > bound * (1 + 1e-9)]
     assert slower == sorted(slower)
+
+
+@pytest.mark.parametrize("near", [0.0, 0.1])
+def test_of_those_nearly_as_fast_the_least_busy_is_asked(near: float) -> None:
+    """Rates that differ by 2 % are no reason to send more to the busier one; without `near` are."""
+    faster = ReplicaRates(prefill_s_per_token=0.00098, queue_s_per_request=0.0)
+    slower = replace(faster, prefill_s_per_token=0.001)
+    view = fleet(Member("busy", 3, rates=faster), Member("idle", 0, rates=slower))
+    decision = decide(CartridgeAware(near=near), PLAIN, view)
+    assert decision.best.replica == ("idle" if near else "busy")
 
 
 @pytest.mark.parametrize(
