@@ -133,16 +133,6 @@ class RateEstimate:
         if tier in self.loads and size_bytes > 0:
             self.loads[tier].observe([1.0, size_bytes / _BYTES], seconds)
 
-    @property
-    def num_prefills(self) -> int:
-        """Observations that the prefill rates are made of."""
-        return self.prefill.count
-
-    @property
-    def prefill_error(self) -> float | None:
-        """How far predictions of prefills were off lately, as a part, in the mean."""
-        return self.prefill.relative_error
-
     def differs_from(self, other: "RateEstimate") -> bool:
         """Whether enough was learned to say that this replica is another kind than the rest."""
         return self.prefill.differs_from(other.prefill, _TYPICAL_PREFILL) or any(

@@ -289,6 +289,7 @@ async def test_a_search_that_is_late_finds_nothing(
 
     late: list[str] = []
     await until_true(is_late, "a search came too late")
+    assert await gateway.metric("cartridge_router_searches_total", outcome="late") == 1
 
 
 async def test_the_budget_of_tokens_bounds_a_set(
