@@ -212,7 +212,7 @@ class _WithFirstBytes(web.StreamResponse):
     _send_headers_immediately = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Passing:
     """An answer on its way, behind its first bytes."""
 
@@ -222,6 +222,12 @@ class _Passing:
     replica: ReplicaId
     exchange: Exchange
     head: HeadReader | None
+    is_good: bool
+    """Its status is no error."""
+    is_whole: bool
+    """The first bytes were all of it."""
+    is_between_events: bool
+    """The first bytes ended where an event does."""
 
 
 class Forwarder:
@@ -446,6 +452,24 @@ class Forwarder:
         outgoing: Outgoing,
         exchange: Exchange,
     ) -> web.StreamResponse:
+        passing = await self._begin(request, upstream, outgoing, exchange)
+        is_whole = passing.is_whole or await self._pass_rest(passing, outgoing)
+        if is_whole and passing.is_good:
+            # Not before its end: a replica that breaks off each answer has answered none.
+            self._fleet.outliers.note_success(passing.replica)
+        return passing.response
+
+    async def _begin(
+        self,
+        request: web.Request,
+        upstream: Answer,
+        outgoing: Outgoing,
+        exchange: Exchange,
+    ) -> _Passing:
+        """Pass on the head of an answer and what has come of its body.
+
+        On its own, because nothing holds these first bytes while the rest goes.
+        """
         replica = exchange.candidate.replica
         is_stream = content_type(upstream.headers) == "text/event-stream"
         is_good = upstream.status < http.HTTPStatus.BAD_REQUEST
@@ -458,45 +482,45 @@ class Forwarder:
                 is_good = False
         exchange.note_first_byte()
         exchange.awaits_token = is_stream and is_good
-        ready, is_all = upstream.ready()
+        ready, is_whole = upstream.ready()
         first += ready
         self._look_for_token(outgoing, exchange, first)
         head = _head_reader(outgoing, replica, is_stream=is_stream) if is_good else None
-        response = (_WithFirstBytes if first or is_all else web.StreamResponse)(
+        response = (_WithFirstBytes if first or is_whole else web.StreamResponse)(
             status=upstream.status,
             reason=upstream.reason,
             headers=_response_headers(upstream.headers, exchange.headers),
         )
         await response.prepare(request)
         exchange.answer = response
+        # Nothing can be put between events of a stream that the engine has compressed.
+        is_plain = "content-encoding" not in upstream.headers
+        exchange.takes_events = is_stream and is_plain and not is_whole
         if head is not None:
             head.take(first)
-        if is_all:
-            await self._write(request, response, first, is_last=True)
-        else:
-            # Nothing can be put between events of a stream that the engine has compressed.
-            exchange.takes_events = is_stream and "content-encoding" not in upstream.headers
-            passing = _Passing(request, response, upstream, replica, exchange, head)
-            if not await self._pass_rest(passing, first, outgoing, is_open=exchange.takes_events):
-                return response
-        if is_good:
-            # Not before its end: a replica that breaks off each answer has answered none.
-            self._fleet.outliers.note_success(replica)
-        return response
+        if first or is_whole:
+            await self._write(request, response, first, is_last=is_whole)
+        return _Passing(
+            request=request,
+            response=response,
+            upstream=upstream,
+            replica=replica,
+            exchange=exchange,
+            head=head,
+            is_good=is_good,
+            is_whole=is_whole,
+            is_between_events=_is_between_events(first),
+        )
 
-    async def _pass_rest(
-        self, passing: _Passing, first: bytes, outgoing: Outgoing, *, is_open: bool
-    ) -> bool:
-        """Pass an answer on that begins with `first`; whether it came to its end."""
+    async def _pass_rest(self, passing: _Passing, outgoing: Outgoing) -> bool:
+        """Pass on the rest of an answer; whether it came to its end."""
         request, response, replica = passing.request, passing.response, passing.replica
-        chunk, silent_s = first, 0.0
+        is_open, is_between_events = passing.exchange.takes_events, passing.is_between_events
+        silent_s = 0.0
         while True:
-            if chunk:
-                await self._write(request, response, chunk)
             try:
-                can_wait = is_open and _is_between_events(chunk)
                 chunk, silent_s = await self._next_chunk(
-                    passing.upstream, silent_s, can_wait=can_wait
+                    passing.upstream, silent_s, can_wait=is_open and is_between_events
                 )
                 self._look_for_token(outgoing, passing.exchange, chunk)
             except (UpstreamError, TimeoutError) as error:
@@ -507,10 +531,13 @@ class Forwarder:
                 await _break_off(request, response, broken, outgoing.dialect if is_open else None)
                 return False
             if not chunk:
+                passing.exchange.takes_events = False
                 await self._write(request, response, b"", is_last=True)
                 return True
+            is_between_events = _is_between_events(chunk)
             if passing.head is not None and not passing.head.is_done:
                 passing.head.take(chunk)
+            await self._write(request, response, chunk)
 
     def _look_for_token(self, outgoing: Outgoing, exchange: Exchange, chunk: bytes) -> None:
         """Note when the first token of a stream is there: behind the events that say nothing."""
@@ -601,6 +628,8 @@ class Forwarder:
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 await write(data)
+                # aiohttp itself waits for the client once in 64 KiB only.
+                await request.writer.drain()
         except TimeoutError as error:
             if transport is not None:
                 transport.abort()

@@ -246,7 +246,7 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     """More are answered 503; absent = nearly half of the process's open-file limit."""
     write_timeout_s: PositiveSeconds = 300.0
     """How long a client may read nothing of an answer that waits for it."""
-    write_buffer_bytes: PositiveCount = 16_384
+    write_buffer_bytes: PositiveCount = 8192
     """Of an answer that wait in memory for a client that does not read."""
 
 

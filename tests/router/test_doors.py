@@ -2,9 +2,14 @@
 
 import asyncio
 import contextlib
+import os
+import signal
+import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -13,10 +18,12 @@ from cartridge_router.doors import most_connections
 from cartridge_router.settings import Settings
 from tests.loadtest.cartridge_requests import until
 from tests.router.gateway_client import Gateway, StartGateway, quick_gateway
+from tests.router.gateway_process import running_process
 from tests.router.stub_engine import StartStub, answer_ok
 
 BODY = b'{"model":"sample","messages":[]}'
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 
 
 def with_clients(settings: Settings, **changes: object) -> Settings:
@@ -247,6 +254,56 @@ async def test_an_unread_answer_waits_at_the_replica(
     await gateway.is_idle()
 
 
+async def test_clients_that_do_not_read_take_little_memory_each(
+    start_stub: StartStub, session: aiohttp.ClientSession
+) -> None:
+    """Some buffers and the objects of two connections; aiohttp alone would hold 64 KiB more."""
+    num_clients, num_sent, is_over = 120, 0, asyncio.Event()
+
+    async def flood(request: web.Request) -> web.StreamResponse:
+        nonlocal num_sent
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        # More than kernels keep for a client that says it has no room.
+        for _ in range(300):
+            await response.write(b"data: " + b"x" * 20_000 + b"\n\n")
+            num_sent += 1
+        await is_over.wait()
+        return response
+
+    stub = await start_stub(flood)
+    async with (
+        running_process(session, f"r0={stub.url}", environment={}) as process,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        await process.gateway.is_idle()
+        before = resident_bytes(process.pid)
+        address = urlsplit(process.gateway.url)
+        for _ in range(num_clients):
+            client = stack.enter_context(socket.socket())
+            # What a kernel keeps for it is not the gateway's, and takes long to fill.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, (address.hostname, address.port))
+            await loop.sock_sendall(client, HEAD + LENGTH + b"\r\n" + BODY)
+        seen = -1
+        async with asyncio.timeout(60):
+            while num_sent != seen or stub.num_open < num_clients:
+                seen = num_sent
+                await asyncio.sleep(2.0)
+        assert 0 < num_sent < 300 * num_clients
+        assert (resident_bytes(process.pid) - before) / num_clients < 75_000
+        is_over.set()
+        process.send(signal.SIGKILL)
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process, as `ps` shows it."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 async def test_a_client_that_never_reads_is_cut_off(
     start_stub: StartStub, start_gateway: StartGateway
 ) -> None:
@@ -271,7 +328,6 @@ async def test_a_client_that_never_reads_is_cut_off(
 
 
 # --- what two parsers could read differently -----------------------------------------------------
-LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 
 
 @pytest.mark.parametrize(
