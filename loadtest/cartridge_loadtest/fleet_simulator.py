@@ -4,7 +4,7 @@ Owns the course of each request, from its arrival to its one end, and what a run
 wall clocks, sockets and policies of its own (docs/simulator.md).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ from cartridge_loadtest.replica_model import EngineProfile, ReplicaModel, Visit
 from cartridge_loadtest.shared_link import SharedLink
 from cartridge_loadtest.workloads import FleetRequest, Workload, scaled
 from cartridge_policies import POLICIES
+from cartridge_policies.loads import Load
 from cartridge_policies.rates import ReplicaRates
 from cartridge_policies.types import Demand, PlacementPolicy, Refusal
 from cartridge_proto.digest import Digest
@@ -48,6 +49,8 @@ class FleetSettings:
     """A key of `POLICIES`, or what makes one."""
     profile: EngineProfile = field(default_factory=EngineProfile)
     num_gateways: int = 1
+    share_s: float | None = None
+    """How often gateways tell one another their bookings; `None` = never."""
     map_delay_s: float = 0.05
     """Age of what gateways know of residency."""
     detect_s: float = 1.0
@@ -208,6 +211,8 @@ class _Run:
             self._clock.at(failure.at_s, self._die, names[failure.replica], failure.down_s)
         if self._workload.requests:
             self._clock.at(self._workload.requests[0].arrival_s, self._arrive, 0)
+        if self._settings.share_s is not None and len(self._gateways) > 1:
+            self._clock.at(self._settings.share_s, self._share, self._settings.share_s)
         self._clock.run()
         replicas = self._replicas.values()
         moved = {
@@ -229,6 +234,20 @@ class _Run:
             num_evicted=sum(replica.num_evicted for replica in replicas),
             num_events=self._clock.num_events,
         )
+
+    def _share(self, every_s: float) -> None:
+        """Each gateway learns what all others have on each replica."""
+        now_s = self._clock.now_s
+        told = [gateway.own_loads(now_s) for gateway in self._gateways]
+        for gateway in self._gateways:
+            others = defaultdict[ReplicaId, Load](Load)
+            for teller, loads in zip(self._gateways, told, strict=True):
+                if teller is not gateway:
+                    for name, load in loads.items():
+                        others[name] = others[name] + load
+            gateway.note_others(others, now_s)
+        if not self._num_ends.all():
+            self._clock.after(every_s, self._share, every_s)
 
     # --- requests --------------------------------------------------------------------------------
     def _arrive(self, index: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from cartridge_policies.history import RouteHistory
-from cartridge_policies.loads import Booking, LoadTable, Rows
+from cartridge_policies.loads import IDLE, Booking, Load, LoadTable, Rows
 from cartridge_policies.rates import ReplicaRates
 from cartridge_policies.types import (
     ClusterView,
@@ -121,6 +121,19 @@ class GatewayModel:
         digests = [artifact.digest for artifact in demand.artifacts]
         tiers = dict(zip(digests, best.tiers, strict=True))
         return self.loads.book(row, demand, tiers=tiers, now_s=now_s, is_streamed=is_streamed)
+
+    def own_loads(self, now_s: float) -> dict[ReplicaId, Load]:
+        """What it has on each replica, where it has anything."""
+        found = ((name, self.loads.find(name)) for name in self._rates)
+        own = {name: row.own_load(now_s) for name, row in found if row is not None}
+        return {name: load for name, load in own.items() if load is not IDLE}
+
+    def note_others(self, loads: Mapping[ReplicaId, Load], now_s: float) -> None:
+        """Other gateways have said what they have on each replica; nothing where not named."""
+        for name in self._rates:
+            row, load = self.loads.find(name), loads.get(name, IDLE)
+            if row is not None and not (load is IDLE and row.others is IDLE):
+                self.loads.note_others(row, load, now_s)
 
     def note_down(self, replica: ReplicaId) -> None:
         """A replica is known to be away."""

@@ -24,13 +24,14 @@ TERMS: Final = ("queue", "load", "prefill", "interference", "copy")
 _HBM: Final = TIERS_FASTEST_FIRST.index(Tier.HBM)
 _PLACE_OF: Final = {tier: place for place, tier in enumerate(TIERS_FASTEST_FIRST)}
 _REMOTE: Final = TIERS_FASTEST_FIRST.index(Tier.REMOTE)
-_PENDING, _BEHIND, _UNTIL, _UNSEEN, _SLOT_WAIT, _STEP, _STEP_TOKENS, _COPY = (
+_PENDING, _BEHIND, _UNTIL, _UNSEEN, _OTHERS, _SLOT_WAIT, _STEP, _STEP_TOKENS, _COPY = (
     NUMBERS.index(name)
     for name in (
         "pending_s",
         "behind_s",
         "pending_until_s",
         "unseen_until_s",
+        "others_until_s",
         "slot_wait_s",
         "step_s",
         "step_tokens",
@@ -93,6 +94,7 @@ def _pending_s(numbers: Floats, now_s: float) -> Floats:
     left_s: Floats = np.minimum(numbers[_PENDING], numbers[_UNTIL] - now_s)
     left_s = np.maximum(left_s, numbers[_BEHIND])
     left_s += np.maximum(numbers[_UNSEEN] - now_s, 0.0)
+    left_s += np.maximum(numbers[_OTHERS] - now_s, 0.0)
     return left_s
 
 

@@ -1,12 +1,14 @@
 """What every replica is busy with, as numbers that change with each request.
 
 Owns one row for each replica: requests, predicted seconds of work before their first tokens, bytes
-on the way. Refuses clocks: whoever books says when. Arrays are kept up to date row by row, so that
-a decision over a thousand replicas reads them as they are.
+on the way; of this gateway's bookings, and of what others say of theirs. Refuses clocks: whoever
+books says when. Arrays are kept up to date row by row, so that a decision over a thousand replicas
+reads them as they are.
 """
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -22,6 +24,7 @@ Rows = NDArray[np.intp]
 
 NUMBERS: Final = (
     "in_flight",
+    "own_in_flight",
     "pending",
     "pending_s",
     "pending_tokens",
@@ -29,6 +32,7 @@ NUMBERS: Final = (
     "behind_s",
     "pending_until_s",
     "unseen_until_s",
+    "others_until_s",
     "slot_wait_s",
     "step_s",
     "prefill_base_s",
@@ -41,14 +45,55 @@ NUMBERS: Final = (
 """Columns; from `prefill_base_s` on they are those of `ReplicaRates`.
 
 `behind_s`: of `pending_s` what is not the oldest one's. `pending_until_s`: when all pending work
-would be over, had the engine turned to it when it did; `inf` where that is not known.
-`slot_wait_s`: for a slot of the engine. `step_s`: what running requests add to each step.
+would be over, had the engine turned to it when it did; `inf` where that is not known. Both are of
+this gateway's own requests, as are `own_in_flight` and `pending_s`; of the others' pending work
+`others_until_s` says when it would be over if all of it came first. `slot_wait_s`: for a slot of the engine. `step_s`: what running requests add to each step.
 """
 _FIRST_RATE: Final = NUMBERS.index("prefill_base_s")
 
 
 _IN_LOADS: Final = ("num_slots", "slot_s", "queue_s_per_request", "decode_s_per_context_token")
 """Rates that are in `slot_wait_s` and `step_s`."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What requests of one gateway, or of several, are to a replica at one moment."""
+
+    num_in_flight: int = 0
+    num_pending: int = 0
+    """Of them those whose first token has not come."""
+    pending_s: float = 0.0
+    """Predicted work before the first tokens."""
+    pending_tokens: int = 0
+    context_tokens: int = 0
+    """Positions that each step of those that answer reads."""
+    pending_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    """On the way from each tier."""
+    due_s: Mapping[Digest, float] = field(default_factory=dict)
+    """Artifacts that are being brought -> in how many seconds they should be there."""
+
+    def __add__(self, other: "Load") -> "Load":
+        """Of both."""
+        return Load(
+            self.num_in_flight + other.num_in_flight,
+            self.num_pending + other.num_pending,
+            self.pending_s + other.pending_s,
+            self.pending_tokens + other.pending_tokens,
+            self.context_tokens + other.context_tokens,
+            {
+                tier: self.pending_bytes.get(tier, 0) + other.pending_bytes.get(tier, 0)
+                for tier in self.pending_bytes.keys() | other.pending_bytes.keys()
+            },
+            # Whoever asked first has its load under way.
+            {
+                digest: min(self.due_s.get(digest, math.inf), other.due_s.get(digest, math.inf))
+                for digest in self.due_s.keys() | other.due_s.keys()
+            },
+        )
+
+
+IDLE: Final = Load()
 
 
 class Row:
@@ -77,6 +122,26 @@ class Row:
         self.num_unseen = 0
         """Of those that have not ended."""
         self.pending_bytes = dict.fromkeys(TIERS_FASTEST_FIRST, 0)
+        self.loading: dict[Digest, float] = {}
+        """Artifacts that this gateway's requests have brought -> when they are due."""
+        self.others = IDLE
+        """What other gateways have on this replica, as of `others_since_s`."""
+        self.others_since_s = -math.inf
+
+    def own_load(self, now_s: float) -> Load:
+        """What this gateway's requests are to the replica now, for other gateways."""
+        if not self.num_in_flight:
+            return IDLE
+        left_s = min(self.pending_s, self.pending_s + self.head_since_s - now_s)
+        return Load(
+            self.num_in_flight,
+            self.num_pending,
+            max(left_s, self.pending_s - self.head_s) + max(0.0, self.unseen_until_s - now_s),
+            self.pending_tokens,
+            self.context_tokens,
+            {tier: size for tier, size in self.pending_bytes.items() if size},
+            {digest: max(0.0, ready_s - now_s) for digest, ready_s in self.loading.items()},
+        )
 
     @property
     def rates(self) -> ReplicaRates:
@@ -99,7 +164,7 @@ class Booking:
         is_streamed: bool,
     ) -> None:
         self.row = row
-        self.was_alone = row.num_in_flight == 0
+        self.was_alone = row.num_in_flight == 0 and row.others.num_in_flight == 0
         """Nothing else ran when it began: what it took tells the replica's rates."""
         self._table, self._demand, self._loads = table, demand, loads
         self.work_s = work_s
@@ -189,6 +254,7 @@ class LoadTable:
         self._tiers: Floats = np.zeros((len(TIERS_FASTEST_FIRST), 4, 4))
         self._is_shared = np.zeros(4, dtype=bool)
         self._loading: dict[Digest, dict[Row, float]] = {}
+        self._others_loading: dict[Digest, dict[Row, float]] = {}
         self.edition = 0
         """Grows when replicas join or leave: indices of rows are of one edition."""
 
@@ -220,6 +286,8 @@ class LoadTable:
             self._is_shared[row.index] = self._is_shared[last.index]
             last.index = row.index
         row.index = -1
+        for digest in row.others.due_s:
+            _forget(self._others_loading, digest, row)
         del self._by_name[row.replica]
         self.edition += 1
 
@@ -289,52 +357,68 @@ class LoadTable:
         loads = {
             digest: tier
             for digest, tier in tiers.items()
-            if tier is not Tier.HBM and row not in self._loading.get(digest, ())
+            if tier is not Tier.HBM and row not in self.loading(digest)
         }
         loaded_s = now_s
         for artifact in demand.artifacts:
-            if artifact.digest in loads:
-                load_s = row.rates.load_s(loads[artifact.digest], artifact.size_bytes)
-                self._loading.setdefault(artifact.digest, {})[row] = now_s + load_s
-            loaded_s = max(loaded_s, self._loading.get(artifact.digest, {}).get(row, now_s))
+            digest = artifact.digest
+            if digest in loads:
+                load_s = row.rates.load_s(loads[digest], artifact.size_bytes)
+                row.loading[digest] = now_s + load_s
+                self._loading.setdefault(digest, {})[row] = now_s + load_s
+            loaded_s = max(loaded_s, self.loading(digest).get(row, now_s))
         work_s = row.rates.prefill_s(demand.num_live_tokens, demand.num_virtual_tokens)
         return Booking(self, row, demand, work_s, loads, now_s, loaded_s, is_streamed)
 
     def loading(self, digest: Digest) -> Mapping[Row, float]:
         """Replicas that are being brought an artifact -> when it is due, by `book`'s clock."""
-        return self._loading.get(digest, {})
+        own, others = self._loading.get(digest, {}), self._others_loading.get(digest)
+        return own if others is None else {**others, **own}
 
     def note_loaded(self, digest: Digest, row: Row) -> None:
         """It is there, or will not come."""
-        rows = self._loading.get(digest)
-        if rows is not None and rows.pop(row, None) is not None and not rows:
-            del self._loading[digest]
+        row.loading.pop(digest, None)
+        _forget(self._loading, digest, row)
+
+    def note_others(self, row: Row, load: Load, now_s: float) -> None:
+        """Count what all other gateways have on a replica, instead of what they had before."""
+        for digest in row.others.due_s.keys() - load.due_s.keys():
+            _forget(self._others_loading, digest, row)
+        row.others, row.others_since_s = load, now_s
+        if row.index >= 0:
+            for digest, due_s in load.due_s.items():
+                self._others_loading.setdefault(digest, {})[row] = now_s + due_s
+        self.note(row)
 
     def note(self, row: Row) -> None:
         """Write a row's numbers into the arrays."""
         if row.index < 0:
             return
-        rates = row.rates
+        rates, others = row.rates, row.others
+        num_in_flight = row.num_in_flight + others.num_in_flight
+        num_pending = row.num_pending + others.num_pending
+        context_tokens = row.context_tokens + others.context_tokens
         slot_wait_s = 0.0
         if rates.num_slots is not None:
-            num_before = max(0, row.num_in_flight + 1 - rates.num_slots)
+            num_before = max(0, num_in_flight + 1 - rates.num_slots)
             slot_wait_s = num_before / rates.num_slots * rates.slot_s
-        num_decoding = row.num_in_flight - row.num_pending
         self._numbers[:_FIRST_RATE, row.index] = (
+            num_in_flight,
             row.num_in_flight,
-            row.num_pending,
+            num_pending,
             row.pending_s,
-            row.pending_tokens,
-            row.context_tokens,
+            row.pending_tokens + others.pending_tokens,
+            context_tokens,
             row.pending_s - row.head_s,
             row.pending_s + row.head_since_s,
             row.unseen_until_s,
+            row.others_since_s + others.pending_s,
             slot_wait_s,
-            num_decoding * rates.queue_s_per_request
-            + row.context_tokens * rates.decode_s_per_context_token,
+            (num_in_flight - num_pending) * rates.queue_s_per_request
+            + context_tokens * rates.decode_s_per_context_token,
         )
         self._tiers[:, 3, row.index] = [
-            num_bytes / rates.tiers[tier].bytes_per_s
+            (num_bytes + others.pending_bytes.get(tier, 0)) / rates.tiers[tier].bytes_per_s
             for tier, num_bytes in row.pending_bytes.items()
         ]
 
@@ -353,3 +437,9 @@ class LoadTable:
         """Seconds of latency, per byte, per chunk, and of what is on the way: [tiers, 4, rows]."""
         taken: Floats = self._tiers.take(rows, axis=2)
         return taken
+
+
+def _forget(loading: dict[Digest, dict[Row, float]], digest: Digest, row: Row) -> None:
+    rows = loading.get(digest)
+    if rows is not None and rows.pop(row, None) is not None and not rows:
+        del loading[digest]

@@ -71,7 +71,7 @@ def able_rows(view: ClusterView) -> Rows | Refusal:
         return Refusal(RefusalKind.NO_ELIGIBLE, dict(refusals))
     if view.max_in_flight is None:
         return view.rows
-    in_flight = view.loads.column("in_flight", view.rows)
+    in_flight = view.loads.column("own_in_flight", view.rows)
     free = in_flight < view.max_in_flight
     if free.all():
         return view.rows
