@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from cartridge_loadtest.children import (
     Children,
     Interrupted,
@@ -38,7 +40,7 @@ from cartridge_loadtest.started_fleet import (
     started_fleet,
 )
 from cartridge_loadtest.targets import DEFAULT_FILE, Targets, judged, read_targets, table
-from cartridge_loadtest.workloads import from_mooncake, read_trace
+from cartridge_loadtest.workloads import Workload, from_mooncake, read_trace
 
 LOCUSTFILE: Final = Path(__file__).with_name("open_loop_locustfile.py")
 FAULT_AT: Final = 0.25
@@ -75,25 +77,26 @@ def run_load_test(test: LoadTest) -> int:
 
     Raises:
         InvalidTargets: before anything starts.
-        ValueError: a plan that cannot be.
+        ValueError: as early, a trace that is none.
         LoadTestFailed: something did not start, or broke.
     """
     targets = read_targets(test.targets)
+    workload = None if test.trace is None else _workload_of(test.trace, test.plan.seed)
     test.out.mkdir(parents=True, exist_ok=True)
     with interruptions() as interrupted:
         try:
             with running_children(test.out / "logs", interrupted) as children:
-                return _run(test, targets, children)
+                return _run(test, targets, workload, children)
         except Interrupted:
             _say("interrupted: everything that was started has ended")
             return INTERRUPTED_STATUS
 
 
-def _run(test: LoadTest, targets: Targets, children: Children) -> int:
+def _run(test: LoadTest, targets: Targets, workload: Workload | None, children: Children) -> int:
     with _fleet_of(test, children) as fleet:
         choices = test.cartridges if test.cartridges is not None else tuple(fleet.cartridges)
         settings = replace(test.plan, choices=[choice.split("+") for choice in choices])
-        plan = _plan_of(test, settings)
+        plan = drawn_plan(settings) if workload is None else trace_plan(workload, settings)
         records = _send(test, fleet, plan, children)
         run = Run(
             records=records,
@@ -123,11 +126,14 @@ def _fleet_of(test: LoadTest, children: Children) -> Iterator[TargetFleet]:
         yield fleet
 
 
-def _plan_of(test: LoadTest, settings: PlanSettings) -> list[PlannedRequest]:
-    if test.trace is None:
-        return drawn_plan(settings)
-    rows = read_trace(test.trace)
-    return trace_plan(from_mooncake(rows, name=test.trace.stem, seed=settings.seed), settings)
+def _workload_of(trace: Path, seed: int) -> Workload:
+    try:
+        rows = read_trace(trace)
+    except (OSError, EOFError, msgspec.DecodeError) as error:
+        raise ValueError(f"{trace}: not a trace: {error}") from error
+    if len(rows) < 2:
+        raise ValueError(f"{trace}: a trace has two requests at least")
+    return from_mooncake(rows, name=trace.stem, seed=seed)
 
 
 def _send(

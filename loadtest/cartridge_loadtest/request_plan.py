@@ -4,6 +4,7 @@ Owns what is drawn, all of it from one seed, and how a trace becomes a plan. Ref
 to ask a server anything.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,13 +51,20 @@ class PlanSettings:
     """Conversations about one Cartridge; 0: requests belong to none."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse with a `ValueError` what no plan can be made from."""
+        if not 0 < self.duration_s < math.inf or not 0 < self.rate_per_s < math.inf:
+            raise ValueError("a rate and a duration are more than 0")
+        if self.duration_s * self.rate_per_s > PLAN_LIMIT:
+            raise ValueError(f"a rate and a duration make {PLAN_LIMIT} requests at most")
+        if not 0 <= self.plain_ratio <= 1:
+            raise ValueError("the share of plain requests is from 0 to 1")
+        if not 0 <= self.zipf_slope < math.inf or self.sessions_per_choice < 0:
+            raise ValueError("a slope and a number of sessions are 0 or more")
+
 
 def drawn_plan(settings: PlanSettings) -> list[PlannedRequest]:
-    """Requests over `duration_s`, in the order in which they are due.
-
-    Raises:
-        ValueError: a rate, a duration or a share that is none, or too many requests.
-    """
+    """Requests over `duration_s`, in the order in which they are due."""
     chance = np.random.default_rng(settings.seed)
     due = due_times(settings, chance)
     return _planned(due.tolist(), settings, chance)
@@ -65,8 +73,6 @@ def drawn_plan(settings: PlanSettings) -> list[PlannedRequest]:
 def due_times(settings: PlanSettings, chance: np.random.Generator) -> Arrivals:
     """Seconds from 0 to `duration_s`, not falling."""
     expected = settings.duration_s * settings.rate_per_s
-    if not 0 < expected <= PLAN_LIMIT or settings.duration_s <= 0:
-        raise ValueError(f"a rate and a duration make 1 to {PLAN_LIMIT} requests")
     times = np.zeros(0)
     # Rarely more than once: bursts can fall short of their mean by far.
     while times.size == 0 or times[-1] < settings.duration_s:
@@ -85,8 +91,6 @@ def due_times(settings: PlanSettings, chance: np.random.Generator) -> Arrivals:
 def _planned(
     due: Sequence[float], settings: PlanSettings, chance: np.random.Generator
 ) -> list[PlannedRequest]:
-    if not 0 <= settings.plain_ratio <= 1:
-        raise ValueError("the share of plain requests is from 0 to 1")
     count, choices = len(due), settings.choices
     is_plain = chance.random(count) < settings.plain_ratio
     words = chance.lognormal(np.log(settings.question_words), LENGTH_SPREAD, count)
@@ -123,11 +127,9 @@ def trace_plan(workload: Workload, settings: PlanSettings) -> list[PlannedReques
     again. Questions are cut at 2,000 words, answers at `answer_tokens`.
 
     Raises:
-        ValueError: a rate or a duration that is none, or a workload without two moments.
+        ValueError: a workload without two moments.
     """
     requests = workload.requests
-    if settings.rate_per_s <= 0 or settings.duration_s <= 0:
-        raise ValueError("a rate and a duration are more than 0")
     if len(requests) < 2 or requests[-1].arrival_s <= requests[0].arrival_s:
         raise ValueError("a trace has two moments at least")
     first_s = requests[0].arrival_s
