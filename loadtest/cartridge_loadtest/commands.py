@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cartridge_proto.names import ENV_LOADTEST_API_KEY
+
 if TYPE_CHECKING:
     from cartridge_loadtest.load_run import LoadTest
-
-ENV_API_KEY = "CARTRIDGE_LOADTEST_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _load_test(args: argparse.Namespace) -> "LoadTest":
         out=args.out,
         drain_s=args.drain_s,
         must_stay=args.stay,
-        api_key=os.environ.get(ENV_API_KEY),
+        api_key=os.environ.get(ENV_LOADTEST_API_KEY),
     )
 
 

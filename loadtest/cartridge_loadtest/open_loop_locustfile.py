@@ -27,7 +27,6 @@ from cartridge_proto import names
 LEAD_S = 0.5
 """Until the first request can be due: Locust has time to settle."""
 PROGRESS_S = 5.0
-ENV_API_KEY = "CARTRIDGE_LOADTEST_API_KEY"
 
 
 class _Candidate(msgspec.Struct):
@@ -64,7 +63,7 @@ class OpenLoopUser(User):  # type: ignore[misc]
             raise RuntimeError("a plan is sent by one Locust process: no --processes")  # noqa: TRY004
         self._options = self.environment.parsed_options
         self._session = new_session()
-        if key := os.environ.get(ENV_API_KEY):
+        if key := os.environ.get(names.ENV_LOADTEST_API_KEY):
             self._session.headers[names.HEADER_AUTHORIZATION] = f"Bearer {key}"
         self._open = dict[int, tuple[PlannedRequest, float]]()
         self._num_done = self._num_failed = 0

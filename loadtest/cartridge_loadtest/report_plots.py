@@ -27,6 +27,8 @@ STYLES: Final = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1
 HATCHES: Final = ("", "//", "..", "xx", "--", "\\\\", "++")
 NUM_BINS: Final = 20
 """Of the time of a run."""
+WIDE: Final = 100.0
+"""An axis whose ends are further apart has numbers at powers of ten only."""
 BASE: Final[dict[Any, Any]] = {"svg.fonttype": "none", "svg.hashsalt": "cartridge", "font.size": 9}
 
 
@@ -261,7 +263,10 @@ def _label(axes: Axes, x: str, y: str) -> None:
 def _log_scale(axes: Axes) -> None:
     """Logarithmic, with numbers as people write them, and room between them."""
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=5))
+    low, high = axes.get_xlim()
+    is_wide = low > 0 and high / low > WIDE
+    subs = (1.0,) if is_wide else (1.0, 2.0, 5.0)
+    axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
 

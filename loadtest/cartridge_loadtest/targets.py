@@ -61,6 +61,13 @@ class ResultRow(msgspec.Struct, frozen=True, kw_only=True):
     against: str
     """What the figure is of."""
 
+    @property
+    def reached(self) -> str:
+        """The value for people, four digits and its unit."""
+        if self.value is None:
+            return "none"
+        return f"{self.value:.4g}" + ("" if self.unit == "1" else f" {self.unit}")
+
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What is said of a run."""
@@ -170,9 +177,7 @@ def table(verdict: Verdict) -> str:
     lines = [f"{'':6} {'metric':24} {'reached':>10} {'target':>10}  of"]
     for row in sorted(verdict.rows, key=lambda row: order[row.ok]):
         word = {False: "MISSED", True: "ok", None: ""}[row.ok]
-        value = "none" if row.value is None else f"{row.value:.4g}"
-        unit = "" if row.unit == "1" else f" {row.unit}"
         lines.append(
-            f"{word:6} {row.name:24} {value + unit:>10} {row.target or '':>10}  {row.against}"
+            f"{word:6} {row.name:24} {row.reached:>10} {row.target or '':>10}  {row.against}"
         )
     return "\n".join([*lines, *(f"invalid: {fault}" for fault in verdict.faults), verdict.word])

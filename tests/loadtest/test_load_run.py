@@ -69,7 +69,9 @@ def test_the_report_says_what_the_rows_say(tmp_path: Path) -> None:
         "[targets]\nttft_p50_s = 0\nerror_ratio = 0\nreplicas_at_end_ratio = 1\n"
     )
     printed = load_test(
-        *SMALL, "--duration-s", "4", "--out", str(tmp_path), "--targets", str(targets), status=1
+        *(*SMALL, "--duration-s", "4", "--out", str(tmp_path), "--targets", str(targets)),
+        *("--fault", 'sim-1={"delay_s": 0.01}'),
+        status=1,
     )
     records = read_lines(tmp_path / "rows.jsonl", RequestRecord)
     results = {row["name"]: row for row in json.loads((tmp_path / "results.json").read_text())}
@@ -90,6 +92,7 @@ def test_the_report_says_what_the_rows_say(tmp_path: Path) -> None:
     assert {each.tier for each in records} >= {"remote", "dram"}
     assert all(each.terms_s for each in records)
     page = (tmp_path / "report.html").read_text()
+    assert "sim-1: {&#34;delay_s&#34;: 0.01}" in page
     assert page.count("<svg") == 6
     assert not re.search(r'(?:src|href)="(?!#)', page)
     for name in METRICS:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ async def send_plan(folder: Path) -> Sent:
             *("--host", url, "--plan", str(folder / "plan.jsonl")),
             *("--rows", str(folder / "rows.jsonl"), "--model-name", "sample", "--drain-s", "3"),
             cwd=folder,
+            env={**os.environ, names.ENV_LOADTEST_API_KEY: "ours"},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
@@ -192,7 +194,7 @@ def test_a_line_says_what_the_gateway_told(sent: Sent) -> None:
 
 
 def test_what_is_asked_is_what_was_planned(sent: Sent) -> None:
-    """Cartridges, length, session; a plain request says that it wants none; questions differ."""
+    """Cartridges, length, session, key; a plain request wants none; all questions differ."""
     bodies = {body["messages"][0]["content"].split()[0]: body for _, body in sent.requests}
     assert len(bodies) == len(PLAN)
     for index, planned in enumerate(PLAN):
@@ -204,6 +206,7 @@ def test_what_is_asked_is_what_was_planned(sent: Sent) -> None:
     lower = {name.lower(): value for name, value in headers[0].items()}
     assert lower[names.HEADER_SESSION] == "talk-1"
     assert lower[names.HEADER_EXPLAIN] == "1"
+    assert lower[names.HEADER_AUTHORIZATION] == "Bearer ours"
 
 
 def test_nothing_went_wrong_in_the_generator(sent: Sent) -> None:

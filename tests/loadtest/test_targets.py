@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cartridge_loadtest.run_summary import METRICS, Slo
+from cartridge_loadtest.run_summary import METRICS, Run, Slo
 from cartridge_loadtest.targets import (
     DEFAULT_FILE,
     InvalidTargets,
@@ -28,6 +28,27 @@ def test_the_default_file_is_one() -> None:
     targets = read_targets(DEFAULT_FILE)
     assert targets.slo.ttft_s is not None
     assert {"error_ratio", "replicas_at_end_ratio"} <= set(targets.limits)
+
+
+def run_of_eight(*, hangs_from_s: float) -> Run:
+    """A minute of 1,200 good answers, in turn; `sim-3` gives none to what is due later."""
+    records = []
+    for index in range(1200):
+        name = f"sim-{index % 8}"
+        if name == "sim-3" and index / 20 >= hangs_from_s:
+            # The gateway leaves it alone: its share goes to the next one.
+            name = "sim-4"
+        records.append(answered(index, due_s=index / 20, replica=name))
+    return run_of(*records, duration_s=60.0, replicas=[f"sim-{index}" for index in range(8)])
+
+
+@pytest.mark.parametrize(("hangs_from_s", "is_passed"), [(61.0, True), (30.0, False), (0.0, False)])
+def test_the_default_targets_miss_a_replica_that_hangs(
+    hangs_from_s: float, is_passed: bool
+) -> None:
+    """Though no request fails and no latency suffers."""
+    run = run_of_eight(hangs_from_s=hangs_from_s)
+    assert judged(run, read_targets(DEFAULT_FILE)).is_passed is is_passed
 
 
 def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
