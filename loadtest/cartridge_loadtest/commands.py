@@ -32,7 +32,7 @@ class LoadTestCommand:
         add("--policy", help="placement of the started gateway; default: the gateway's")
         add("--redis-url", help="for the started fleet; default: a server of its own")
         add(
-            *("--fault", "--faults"),
+            "--fault",
             action="append",
             default=[],
             metavar="REPLICA=JSON",

@@ -82,6 +82,9 @@ class OpenLoopUser(User):  # type: ignore[misc]
             telling = gevent.spawn(self._tell, start_s, len(plan))
             for index, planned in enumerate(plan):
                 wait_s = start_s + planned.due_s - time.perf_counter()
+                if wait_s < -self._options.drain_s:
+                    # Hopeless. What is not sent has no line, and that makes the run invalid.
+                    break
                 # Also when it is late: a greenlet that never waits lets no other one run.
                 gevent.sleep(max(0.0, wait_s))
                 greenlets.spawn(self._send, index, planned, start_s + planned.due_s, rows)
