@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine bench-gateway bench-placement bench-selection screenshot generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine bench-gateway bench-placement bench-selection loadtest screenshot generate lock
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ bench-placement: setup ## What placement wins, in simulated fleets, and what a d
 
 bench-selection: setup ## Whether the right documents are found, on public sets, and the cost
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_selection $(ARGS)
+
+loadtest: setup ## Load 8 simulated replicas for 60 s, open loop; report, pass or fail
+	@OMP_NUM_THREADS=1 $(BIN)/cartridge-router loadtest $(ARGS)
 
 screenshot: setup ## Make docs/images/ui.png anew, from a staged fleet
 	@.ci/services

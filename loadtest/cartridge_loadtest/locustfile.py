@@ -1,33 +1,20 @@
 """A Locust user that streams chat answers and reports TTFT, ITL and total time as rows.
 
 Owns the request it sends and what counts as a failure. Refuses non-streamed answers, and counts the
-`ttft` and `itl` of complete streams only: a failed one is a failure of `total`.
+`ttft` and `itl` of complete streams only: a failed one is a failure of `total`. It sends the next
+request when the last one ended; `open_loop_locustfile` sends when requests are due.
 
 `python -m locust -f locustfile.py --headless -u 8 -t 60s --host http://127.0.0.1:8000
 --cartridges handbook@3,rules@1+prices@1`
 """
 
-import http.client
 import itertools
 import time
 from typing import Any
 
-import requests
-import urllib3
 from locust import User, constant, events, task
 
-from cartridge_loadtest.stream_timing import StreamFailed, StreamTimer
-
-CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 120.0
-READ_BYTES = 65_536
-FAILURES = (
-    StreamFailed,
-    requests.exceptions.RequestException,
-    urllib3.exceptions.HTTPError,  # from `raw`, which requests does not map
-    http.client.HTTPException,
-    OSError,
-)
+from cartridge_loadtest.streamed_chat import ask_streamed, new_session
 
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
@@ -60,7 +47,7 @@ class ChatUser(User):  # type: ignore[misc]
 
     def on_start(self) -> None:
         """Open a session of this user's own, so that connections are reused."""
-        self._session = requests.Session()
+        self._session = new_session()
 
     def on_stop(self) -> None:
         """Close its connections."""
@@ -70,31 +57,16 @@ class ChatUser(User):  # type: ignore[misc]
     def ask(self) -> None:
         """Send one streamed chat request and report its times."""
         body = request_body(self.environment.parsed_options, next(_turns))
-        sent_s = time.perf_counter()
-        timer = StreamTimer(sent_s)
-        num_bytes = 0
-        try:
-            with self._session.post(
-                f"{self.host}/v1/chat/completions",
-                json=body,
-                stream=True,
-                timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S),
-            ) as response:
-                if response.status_code != requests.codes.ok:
-                    raise StreamFailed(f"HTTP {response.status_code}: {response.text[:200]}")
-                # `read1` returns what has come; `iter_content` would wait for a whole buffer.
-                while data := response.raw.read1(READ_BYTES):
-                    num_bytes += len(data)
-                    timer.feed(data, time.perf_counter())
-            timing = timer.finish()
-        except FAILURES as error:
-            self._report("total", time.perf_counter() - sent_s, num_bytes, error)
+        answer = ask_streamed(self._session, self.host, body, since_s=time.perf_counter())
+        timing = answer.timing
+        if timing is None:
+            self._report("total", answer.total_s, answer.num_bytes, answer.error)
             return
         if timing.ttft_s is not None:
             self._report("ttft", timing.ttft_s)
         for gap_s in timing.itl_s:
             self._report("itl", gap_s)
-        self._report("total", timing.total_s, num_bytes)
+        self._report("total", timing.total_s, answer.num_bytes)
 
     def _report(
         self, name: str, seconds: float, num_bytes: int = 0, error: Exception | None = None

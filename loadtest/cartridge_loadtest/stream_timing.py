@@ -28,9 +28,14 @@ class StreamTiming:
     total_s: float
     """Request sent to `[DONE]`."""
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean gap between content chunks; `None` when there are less than two."""
+        return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
+
 
 class StreamTimer:
-    """Times one stream whose request was sent at `sent_s`."""
+    """Times one stream from `sent_s` on: when its request was sent, or was due."""
 
     def __init__(self, sent_s: float) -> None:
         self._sent_s = sent_s

@@ -102,6 +102,8 @@ ENV_WORKER: Final = "CARTRIDGE_ROUTER_WORKER"
 """What a gateway's process tells the workers that it starts."""
 ENV_ADMIN_TOKEN: Final = "CARTRIDGE_ROUTER_ADMIN_TOKEN"  # noqa: S105 - the name, no secret
 ENV_CONTROL_TOKEN: Final = "CARTRIDGE_ROUTER_CONTROL_TOKEN"  # noqa: S105 - the name, no secret
+ENV_LOADTEST_API_KEY: Final = "CARTRIDGE_LOADTEST_API_KEY"
+"""Key that a load test shows to a gateway."""
 ENV_REDIS_USERNAME: Final = "CARTRIDGE_ROUTER_REDIS_USERNAME"
 """User of a gateway or an engine in Redis, where the URL names none."""
 ENV_REDIS_PASSWORD: Final = "CARTRIDGE_ROUTER_REDIS_PASSWORD"  # noqa: S105 - the name, no secret

@@ -25,7 +25,10 @@ NEED_VLLM = {
     f"cartridge_engine_ext.{name}"
     for name in ("connector", "load_plan", "plugin", "scheduler_side", "stats", "worker_side")
 }
-SKIPPED = NEED_VLLM | {"cartridge_loadtest.locustfile", "cartridge_router.__main__"}
+SKIPPED = NEED_VLLM | {
+    *("cartridge_loadtest.locustfile", "cartridge_loadtest.open_loop_locustfile"),
+    *("cartridge_loadtest.__main__", "cartridge_router.__main__"),
+}
 """Locust patches the interpreter; `__main__` is run by the tests of the command."""
 OTHERS = {
     "cartridge_engine_ext": ["grpc", "redis", "torch"],
