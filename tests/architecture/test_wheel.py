@@ -75,7 +75,8 @@ def test_its_entry_points_resolve(wheel: zipfile.ZipFile) -> None:
     parser.read_string(wheel.read(name).decode())
     assert dict(parser["console_scripts"]) == {"cartridge-router": "cartridge_router.__main__:main"}
     commands = dict(parser["cartridge_router.commands"])
-    assert set(commands) == {"agent", "cartridge.build", "model.prepare", "chat-template.wrap"}
+    engine_side = {"agent", "cartridge.build", "model.prepare", "chat-template.wrap"}
+    assert set(commands) == engine_side | {"economics"}
     for target in [*commands.values(), "cartridge_router.__main__:main"]:
         module, _, attribute = target.partition(":")
         source = wheel.read(module.replace(".", "/") + ".py").decode()
