@@ -31,7 +31,7 @@ class EconomicsCommand:
         source.add_argument("--trace", type=Path, help="Mooncake trace (JSONL, may be gzipped)")
         source.add_argument("--generate", choices=GENERATED, help="a workload of no trace")
         add("--requests", type=_count, default=5_000, help="of a generated one; default: 5000")
-        add("--seed", type=int, default=0, help="of whatever is drawn; default: 0")
+        add("--seed", type=int, default=0, help="of a generated one; default: 0")
         add("--costs", type=Path, help="file (YAML) of prices, fleet, model, …; default: built in")
         add("--top", type=_count, default=20, help="Cartridges in the table; default: 20")
         add("--json", action="store_true", help="print everything as JSON instead of the table")
@@ -41,7 +41,7 @@ class EconomicsCommand:
         """Weigh and print; 0 also where nothing pays."""
         import msgspec
 
-        from cartridge_loadtest.economics import NothingToWeigh, assess, at_gpu_prices
+        from cartridge_loadtest.economics import NothingToWeigh
         from cartridge_loadtest.economics_costs import CostsError, read_costs
         from cartridge_loadtest.economics_report import document, table
         from cartridge_loadtest.workloads import TraceError
@@ -49,9 +49,7 @@ class EconomicsCommand:
         try:
             costs = read_costs(args.costs)
             workload, names = _workload(args)
-            found = assess(workload, costs)
-            prices = at_gpu_prices(workload, costs, found)
-            report = document(found, costs, names, prices)
+            report = document(workload, costs, names)
             if args.out is not None:
                 from cartridge_loadtest.economics_plots import write_report
 
@@ -80,7 +78,7 @@ def _workload(args: argparse.Namespace) -> "tuple[Workload, dict[Digest, str]]":
         rows = workloads.read_trace(args.trace)
         name = args.trace.name.removesuffix(".gz").removesuffix(".jsonl")
         keys = {key for row in rows for key in row.hash_ids}
-        workload = workloads.from_mooncake(rows, name=name, seed=args.seed)
+        workload = workloads.from_mooncake(rows, name=name, seed=None)
     else:
         makers = {
             "zipf": workloads.generated_zipf,

@@ -6,7 +6,7 @@ formulas of its own for prefill and loads: those are the placement policies' (do
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Final
 
 import msgspec
@@ -39,6 +39,8 @@ class Usage:
 
     digest: Digest
     num_uses: int
+    num_alone: int
+    """Of these, without other Cartridges: HBM holds what a request has as a whole."""
     source_tokens: int
     """Of the document as text."""
     num_tokens: int
@@ -65,7 +67,7 @@ class Keeping:
     fill_usd: float
     """Bringing the copies to their tier, once."""
     load_s: float
-    """Of one use."""
+    """Of one use, on average."""
     room_bytes: int
     """Of all copies."""
 
@@ -129,8 +131,11 @@ class Economics:
     verdicts: tuple[Verdict, ...]
     plain_s: float
     """Of replicas, for all requests of the horizon as plain text, decoding of context included."""
-    unbounded_net_usd: float
-    """What the plan would bring at most with room for everything."""
+
+    @property
+    def scale(self) -> float:
+        """Requests of the horizon for each one of the trace."""
+        return _scale(self.trace_s, self.horizon_s)
 
     @property
     def kept(self) -> tuple[Verdict, ...]:
@@ -200,7 +205,7 @@ def usages(
     Shapley value of what the cost model says, as long as all stand for equally many tokens each.
     """
     seconds = RequestSeconds(costs)
-    counts = dict[Digest, int]()
+    counts, alone = dict[Digest, int](), dict[Digest, int]()
     saved_s = dict[Digest, float]()
     artifacts = dict[Digest, ArtifactDemand]()
     for request in requests:
@@ -212,20 +217,24 @@ def usages(
         all_tokens = _source_tokens(held)
         for each in held:
             counts[each.digest] = counts.get(each.digest, 0) + 1
+            alone[each.digest] = alone.get(each.digest, 0) + (len(held) == 1)
             share_s = saving_s * each.num_tokens / all_tokens
             saved_s[each.digest] = saved_s.get(each.digest, 0.0) + share_s
             artifacts[each.digest] = each
     return {
-        digest: _usage(artifact, costs, counts[digest], saved_s[digest])
+        digest: _usage(artifact, costs, counts[digest], alone[digest], saved_s[digest])
         for digest, artifact in artifacts.items()
     }
 
 
-def _usage(artifact: ArtifactDemand, costs: Costs, num_uses: int, saved_s: float) -> Usage:
+def _usage(
+    artifact: ArtifactDemand, costs: Costs, num_uses: int, num_alone: int, saved_s: float
+) -> Usage:
     num_tokens = _num_tokens(artifact, costs)
     return Usage(
         digest=artifact.digest,
         num_uses=num_uses,
+        num_alone=num_alone,
         source_tokens=artifact.num_tokens,
         num_tokens=num_tokens,
         stored_bytes=num_tokens * costs.model.stored_bytes_per_token,
@@ -257,17 +266,26 @@ def _keeping(usage: Usage, costs: Costs, tier: Tier, horizon_s: float, scale: fl
     size_bytes = usage.hbm_bytes if tier is Tier.HBM else usage.stored_bytes
     is_local = tier is not Tier.REMOTE
     per_byte_s = costs.usd_per_byte_s
+    loads = {tier: 1.0}
+    if tier is Tier.HBM:
+        # A set is in HBM as a whole or not at all: what comes in sets is read for each of them.
+        alone_share = usage.num_alone / usage.num_uses
+        loads = {tier: alone_share, Tier.REMOTE: 1 - alone_share}
     residency_usd = per_byte_s[tier] * size_bytes * copies * horizon_s if is_local else 0.0
     return Keeping(
         tier=tier,
         num_uses=num_uses,
         saved_usd=usage.saved_s * scale * costs.replica_usd_per_s,
-        load_usd=num_uses * _load_usd(usage, costs, tier),
+        load_usd=num_uses
+        * sum(share * _load_usd(usage, costs, source) for source, share in loads.items()),
         build_usd=build_usd(usage, costs),
         store_usd=per_byte_s[Tier.REMOTE] * usage.stored_bytes * horizon_s,
         residency_usd=residency_usd,
         fill_usd=copies * _load_usd(usage, costs, Tier.REMOTE) if is_local else 0.0,
-        load_s=costs.rates.load_s(tier, usage.stored_bytes),
+        load_s=sum(
+            share * costs.rates.load_s(source, usage.stored_bytes)
+            for source, share in loads.items()
+        ),
         room_bytes=size_bytes * copies,
     )
 
@@ -291,28 +309,28 @@ def _load_usd(usage: Usage, costs: Costs, tier: Tier) -> float:
 
 
 # --- what to keep where --------------------------------------------------------------------------
-def assess(workload: Workload, costs: Costs) -> Economics:
+def assess(workload: Workload, costs: Costs, *, has_all_room: bool = False) -> Economics:
     """Weigh every Cartridge of a workload, and plan within the rooms of the fleet.
+
+    Args:
+        workload: the requests, in any order.
+        costs: everything that they are multiplied with.
+        has_all_room: plan as if every tier had room for everything, at the same prices.
 
     Raises:
         NothingToWeigh: it has no requests, or all come at once and `horizon_days` is absent.
     """
     trace_s, horizon_s = times(workload, costs)
-    scale = horizon_s / trace_s if trace_s else 1.0
+    scale = _scale(trace_s, horizon_s)
     chosen = dict[Digest, tuple[Usage, dict[Tier, Keeping], Tier | None]]()
     candidates = usages(workload.requests, costs)
-    unbounded_net_usd: float | None = None
     # Without what is not kept the others of its requests save less: weighed again until all stay.
     while candidates:
         options = {
             digest: keepings(usage, costs, horizon_s=horizon_s, scale=scale)
             for digest, usage in candidates.items()
         }
-        if unbounded_net_usd is None:
-            unbounded_net_usd = sum(
-                max(0.0, best_of(each).net_usd) for each in options.values()
-            )  # fmt: skip
-        tiers = _plan(options, costs)
+        tiers = _plan(options, costs, has_all_room=has_all_room)
         for digest, usage in candidates.items():
             chosen[digest] = usage, options[digest], tiers[digest]
         kept = {digest for digest in candidates if tiers[digest] is not None}
@@ -330,7 +348,6 @@ def assess(workload: Workload, costs: Costs) -> Economics:
         horizon_s=horizon_s,
         verdicts=tuple(verdicts),
         plain_s=scale * sum(map(seconds.plain_s, workload.requests)),
-        unbounded_net_usd=unbounded_net_usd or 0.0,
     )
 
 
@@ -351,8 +368,13 @@ def times(workload: Workload, costs: Costs) -> tuple[float, float]:
     return trace_s, trace_s
 
 
+def _scale(trace_s: float, horizon_s: float) -> float:
+    """What comes all at once comes once."""
+    return horizon_s / trace_s if trace_s else 1.0
+
+
 def _plan(
-    options: Mapping[Digest, Mapping[Tier, Keeping]], costs: Costs
+    options: Mapping[Digest, Mapping[Tier, Keeping]], costs: Costs, *, has_all_room: bool
 ) -> dict[Digest, Tier | None]:
     """A tier for each within the rooms of the fleet; `None` where none pays.
 
@@ -360,6 +382,8 @@ def _plan(
     """
     digests = list(options)
     rooms = costs.room_bytes_per_replica
+    if has_all_room:
+        rooms = dict.fromkeys(rooms, inf)
     floors = [max(0.0, options[digest][Tier.REMOTE].net_usd) for digest in digests]
     offers = [
         Offer(index, tier, keeping.room_bytes, keeping.net_usd - floors[index])
@@ -392,14 +416,13 @@ class AtGpuPrice:
 
 def at_gpu_prices(workload: Workload, costs: Costs, found: Economics) -> list[AtGpuPrice]:
     """Net over the price of a GPU-hour: with a plan for each, and with the plan for today's."""
-    scale = found.horizon_s / found.trace_s if found.trace_s else 1.0
     rows = []
     for factor in GPU_PRICE_FACTORS:
         usd_per_hour = costs.prices.gpu_usd_per_hour * factor
         prices = msgspec.structs.replace(costs.prices, gpu_usd_per_hour=usd_per_hour)
         changed = msgspec.structs.replace(costs, prices=prices)
         same_plan_usd = sum(
-            _keeping(each.usage, changed, each.kept_in, found.horizon_s, scale).net_usd
+            _keeping(each.usage, changed, each.kept_in, found.horizon_s, found.scale).net_usd
             for each in found.kept
             if each.kept_in is not None
         )

@@ -6,6 +6,7 @@ unknown keys, and reports every problem in one message.
 
 import math
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -259,7 +260,9 @@ def read_costs(file: Path | None) -> Costs:
         return Costs()
     try:
         data = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise CostsError([f"{file}: {error.strerror or error}"]) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise CostsError([f"{file}: {' '.join(str(error).split())}"]) from error
     return costs_of({} if data is None else data)
 
@@ -271,9 +274,8 @@ def costs_of(data: object) -> Costs:
         CostsError: with every problem.
     """
     data = _with_numbers(data)
-    validator = jsonschema.Draft202012Validator(msgspec.json.schema(Costs))
-    errors = sorted(validator.iter_errors(data), key=lambda error: error.json_path)
-    problems = [f"{_place(error.json_path)}: {error.message[:200]}" for error in errors]
+    errors = sorted(_validator().iter_errors(data), key=lambda error: error.json_path)
+    problems = [f"{_place(error.json_path)}: {_message(error)[:200]}" for error in errors]
     problems += [f"{place}: not a finite number" for place in _not_finite(data, "")]
     if problems:
         raise CostsError(problems)
@@ -288,8 +290,22 @@ def costs_of(data: object) -> Costs:
     return costs
 
 
+@cache
+def _validator() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(msgspec.json.schema(Costs))
+
+
 def _place(json_path: str) -> str:
     return json_path.removeprefix("$").removeprefix(".") or "costs"
+
+
+def _message(error: jsonschema.ValidationError) -> str:
+    """What is wrong with a value that may be absent: its own limit, not that it is given."""
+    if error.validator != "anyOf":
+        return error.message
+    return " or ".join(
+        each.message for each in error.context or () if each.validator_value != "null"
+    )
 
 
 def _with_numbers(data: object) -> object:

@@ -37,8 +37,9 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "report.json"]
     files[0].write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    for name, (draw, _) in PLOTS.items():
+    for name, (draw, words) in PLOTS.items():
         figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
+        figure.suptitle(f"{words} ({report.workload})", fontsize="medium")
         draw(figure, report)
         files.append(folder / f"{name}.png")
         figure.savefig(files[-1])
@@ -105,8 +106,7 @@ def _tiers(figure: Figure, report: Report) -> None:
     left.set_yscale("symlog", linthresh=1)
     _finish(left, "tier", "bytes [GiB, log from 1]")
     right.bar(
-        names, [row.net_usd for row in report.tiers], color=GREEN, hatch="//", edgecolor="white",
-        label="net of what is kept there",
+        names, [row.net_usd for row in report.tiers], color=GREEN, hatch="//", edgecolor="white"
     )  # fmt: skip
     _finish(right, "tier", "net over the horizon [USD]")
 
@@ -127,7 +127,8 @@ def _finish(axes: Axes, across: str, up: str) -> None:
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize="small")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
 
 
 PLOTS: Final[dict[str, tuple[Callable[[Figure, Report], None], str]]] = {

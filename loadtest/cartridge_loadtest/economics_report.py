@@ -8,7 +8,13 @@ from typing import Final
 
 import msgspec
 
-from cartridge_loadtest.economics import AtGpuPrice, Economics, Verdict, num_gpu_hours
+from cartridge_loadtest.economics import (
+    Economics,
+    Verdict,
+    assess,
+    at_gpu_prices,
+    num_gpu_hours,
+)
 from cartridge_loadtest.economics_costs import (
     GIB,
     SECONDS_PER_DAY,
@@ -16,6 +22,7 @@ from cartridge_loadtest.economics_costs import (
     BuildKind,
     Costs,
 )
+from cartridge_loadtest.workloads import Workload
 from cartridge_proto.digest import Digest
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Tier
 
@@ -101,8 +108,8 @@ class Totals(_Part, frozen=True, kw_only=True):
     fill_usd: float
     load_usd: float
     net_usd: float
-    unbounded_net_usd: float
-    """What no plan exceeds, with room for everything everywhere."""
+    net_usd_with_all_room: float
+    """Of the plan that would be made if every tier had room for everything."""
 
 
 class AtPrice(_Part, frozen=True, kw_only=True):
@@ -128,14 +135,17 @@ class Report(_Part, frozen=True, kw_only=True):
     costs: Costs
 
 
-def document(
-    found: Economics, costs: Costs, names: Mapping[Digest, str], prices: Sequence[AtGpuPrice]
-) -> Report:
-    """All that was found. `names` by digest; what has none is called by its digest."""
+def document(workload: Workload, costs: Costs, names: Mapping[Digest, str]) -> Report:
+    """Weigh a workload and tell all. `names` by digest; what has none is called by its digest.
+
+    Raises:
+        NothingToWeigh: the workload has no requests, or no time.
+    """
+    found = assess(workload, costs)
+    roomy = assess(workload, costs, has_all_room=True)
     rows = [_row(verdict, names) for verdict in found.verdicts]
     kept = [row for row in rows if row.kept_in is not None]
-    scale = found.horizon_s / found.trace_s if found.trace_s else 1.0
-    saved_s = scale * sum(verdict.usage.saved_s for verdict in found.kept)
+    saved_s = found.scale * sum(verdict.usage.saved_s for verdict in found.kept)
     sums = {term: sum(getattr(row, term) for row in kept) for term in (*TERMS, "saved_usd")}
     return Report(
         workload=found.workload,
@@ -146,11 +156,11 @@ def document(
         totals=Totals(
             num_cartridges=len(rows),
             num_kept=len(kept),
-            num_requests=found.num_requests * scale,
+            num_requests=found.num_requests * found.scale,
             plain_gpu_hours=num_gpu_hours(found.plain_s, costs),
             saved_gpu_hours=num_gpu_hours(saved_s, costs),
             net_usd=found.net_usd,
-            unbounded_net_usd=found.unbounded_net_usd,
+            net_usd_with_all_room=roomy.net_usd,
             **sums,
         ),
         tiers=[_tier_row(tier, found, costs, kept) for tier in TIERS_FASTEST_FIRST],
@@ -161,7 +171,7 @@ def document(
                 planned_anew_usd=each.planned_anew_usd,
                 same_plan_usd=each.same_plan_usd,
             )
-            for each in prices
+            for each in at_gpu_prices(workload, costs, found)
         ],
         costs=costs,
     )
@@ -250,7 +260,7 @@ def table(report: Report, top: int) -> str:
         f"saved {usd(totals.saved_usd)} - {spent}",
         f"GPU-hours saved before loads and builds: {totals.saved_gpu_hours:,.3g} of "
         f"{totals.plain_gpu_hours:,.3g} as plain text ({saved_share:.0%})",
-        f"With room for everything: at most {usd(totals.unbounded_net_usd)} USD",
+        f"With room for everything in every tier: net {usd(totals.net_usd_with_all_room)} USD",
     ]
     return "\n".join(lines)
 

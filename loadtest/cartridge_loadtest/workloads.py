@@ -125,7 +125,9 @@ def read_trace(source: Path) -> list[TraceRow]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     rows.append(_row(decoder, line, f"{source}, line {number}"))
-    except (OSError, EOFError, zlib.error) as error:
+    except OSError as error:
+        raise TraceError(f"{source}: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
         raise TraceError(f"{source}: {error}") from error
     return rows
 
@@ -151,13 +153,13 @@ def _open(source: Path) -> IO[bytes]:
 
 
 def from_mooncake(
-    rows: Sequence[TraceRow], *, name: str, seed: int, limit: int | None = None
+    rows: Sequence[TraceRow], *, name: str, seed: int | None, limit: int | None = None
 ) -> Workload:
     """Each head that comes more than once is a Cartridge of the run that all its requests share.
 
     The head is the first block that not all requests have. A head that comes once is a prompt that
     nobody would have made a Cartridge of: it is live as a whole. Equal timestamps are spread over
-    the time until the next one.
+    the time until the next one, unless `seed` is `None`.
     """
     num_common = len(_common_prefix([row.hash_ids for row in rows]))
     shared = dict[int, list[int]]()
@@ -168,7 +170,9 @@ def from_mooncake(
             counts[head] += 1
             run = shared.setdefault(head, row.hash_ids)
             shared[head] = _common_prefix([run, row.hash_ids])
-    arrivals = spread_ties(np.array([row.timestamp / 1000 for row in rows]), seed)
+    arrivals = np.array([row.timestamp / 1000 for row in rows])
+    if seed is not None:
+        arrivals = spread_ties(arrivals, seed)
     requests = list[FleetRequest]()
     for row, arrival_s in list(zip(rows, arrivals.tolist(), strict=True))[:limit]:
         held = tuple[ArtifactDemand, ...]()
