@@ -6,7 +6,7 @@ that `--help` works without them.
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -79,6 +79,7 @@ def _workload(args: argparse.Namespace) -> "tuple[Workload, dict[Digest, str]]":
         name = args.trace.name.removesuffix(".gz").removesuffix(".jsonl")
         keys = {key for row in rows for key in row.hash_ids}
         workload = workloads.from_mooncake(rows, name=name, seed=None)
+        workload = replace(workload, about="arrivals, lengths and prefixes as in the trace")
     else:
         makers = {
             "zipf": workloads.generated_zipf,

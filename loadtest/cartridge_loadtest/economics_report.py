@@ -231,16 +231,20 @@ def table(report: Report, top: int) -> str:
     """The best `top` Cartridges, tiers, totals."""
     totals, costs = report.totals, report.costs
     build = costs.build
-    made = f"{costs.model.stored_bytes_per_token / 1024:g} KiB a token, built by {build.kind}"
+    made = f"{costs.model.stored_bytes_per_token / 1024:g} KiB a token, built by one prefill"
     if build.kind is BuildKind.TRAINED:
-        made += f" ({build.gpu_hours_per_cartridge:g} GPU-hours each)"
+        made = (
+            f"{costs.model.stored_bytes_per_token / 1024:g} KiB a token, trained in "
+            f"{build.gpu_hours_per_cartridge:g} GPU-hours each"
+        )
     if build.source_tokens_per_token != 1:
         made += f", {build.source_tokens_per_token:g} tokens of text in one"
     lines = [
         f"{report.workload}: {report.about}",
         f"{report.num_requests_in_trace:,} requests in {span(report.trace_s)}, weighed over "
         f"{span(report.horizon_s)}; {costs.fleet.num_replicas} replicas of "
-        f"{costs.fleet.gpus_per_replica} GPU at {usd(costs.prices.gpu_usd_per_hour)} USD an hour",
+        f"{costs.fleet.gpus_per_replica} GPU at {figure(costs.prices.gpu_usd_per_hour)} USD "
+        "an hour",
         made,
         "",
     ]
@@ -252,15 +256,15 @@ def table(report: Report, top: int) -> str:
         lines.append(f"… and {num_more:,} more (--top, --json)")
     lines += ["", *_aligned([_TIER_HEAD, *(_tier_cells(row) for row in report.tiers)]), ""]
     spent = " - ".join(
-        f"{term.removesuffix('_usd')} {usd(getattr(totals, term))}" for term in TERMS
+        f"{term.removesuffix('_usd')} {figure(getattr(totals, term))}" for term in TERMS
     )
     saved_share = totals.saved_gpu_hours / totals.plain_gpu_hours if totals.plain_gpu_hours else 0.0
     lines += [
-        f"Keep {totals.num_kept:,} of {totals.num_cartridges:,}: net {usd(totals.net_usd)} USD = "
-        f"saved {usd(totals.saved_usd)} - {spent}",
-        f"GPU-hours saved before loads and builds: {totals.saved_gpu_hours:,.3g} of "
-        f"{totals.plain_gpu_hours:,.3g} as plain text ({saved_share:.0%})",
-        f"With room for everything in every tier: net {usd(totals.net_usd_with_all_room)} USD",
+        f"Keep {totals.num_kept:,} of {totals.num_cartridges:,}: net {figure(totals.net_usd)} USD "
+        f"= saved {figure(totals.saved_usd)} - {spent}",
+        f"GPU-hours saved before loads and builds: {figure(totals.saved_gpu_hours)} of "
+        f"{figure(totals.plain_gpu_hours)} as plain text ({saved_share:.0%})",
+        f"With room for everything in every tier: net {figure(totals.net_usd_with_all_room)} USD",
     ]
     return "\n".join(lines)
 
@@ -282,13 +286,13 @@ def _cells(row: CartridgeRow) -> tuple[str, ...]:
         f"{row.stored_bytes / (1 << 20):,.0f}",
         f"{row.saved_s_per_request:.3f}",
         f"{row.load_s_per_request:.3f}",
-        usd(row.saved_usd),
-        usd(row.build_usd),
-        usd(row.store_usd),
-        usd(row.residency_usd),
-        usd(row.fill_usd),
-        usd(row.load_usd),
-        usd(row.net_usd_if_kept),
+        figure(row.saved_usd),
+        figure(row.build_usd),
+        figure(row.store_usd),
+        figure(row.residency_usd),
+        figure(row.fill_usd),
+        figure(row.load_usd),
+        figure(row.net_usd_if_kept),
     )
 
 
@@ -298,7 +302,7 @@ def _tier_cells(row: TierRow) -> tuple[str, ...]:
         f"{row.num_cartridges:,}",
         f"{row.used_bytes / GIB:,.1f}",
         "any" if row.room_bytes is None else f"{row.room_bytes / GIB:,.1f}",
-        usd(row.net_usd),
+        figure(row.net_usd),
     )
 
 
@@ -314,8 +318,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def usd(value: float) -> str:
-    """Cents from a dollar on, three figures below."""
+def figure(value: float) -> str:
+    """Hundredths from one on (dollars, hours), three figures below."""
     if value == 0:
         return "0"
     return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"

@@ -2,12 +2,16 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import yaml
 
 from cartridge_loadtest.commands import economics
+from cartridge_loadtest.economics_costs import Costs, costs_of
 from cartridge_loadtest.economics_plots import PLOTS
 from cartridge_loadtest.workloads import (
     BLOCK_TOKENS,
@@ -77,10 +81,10 @@ def test_the_table_shows_the_best_and_says_how_many_more(
     assert run("--trace", trace_file(tmp_path), "--top", 1) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("33 requests in 60 s, weighed over 60 s; 8 replicas")
-    assert lines[4].split()[0] == "day/1"
-    assert lines[5] == "… and 1 more (--top, --json)"
-    assert [line.split()[0] for line in lines[8:12]] == ["hbm", "dram", "nvme", "remote"]
-    assert lines[13].startswith("Keep ")
+    assert lines[5].split()[0] == "day/1"
+    assert lines[6] == "… and 1 more (--top, --json)"
+    assert [line.split()[0] for line in lines[9:13]] == ["hbm", "dram", "nvme", "remote"]
+    assert lines[14].startswith("Keep ")
 
 
 def test_what_never_pays_is_sent_as_text(
@@ -150,7 +154,7 @@ def test_a_plan_with_costs_says_which(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run("--trace", trace, "--costs", costs) == 0
     head = capsys.readouterr().out
     assert "weighed over 30.0 days" in head
-    assert "96 KiB a token, built by trained (0.25 GPU-hours each), 20 tokens of text" in head
+    assert "96 KiB a token, trained in 0.25 GPU-hours each, 20 tokens of text" in head
 
 
 def test_wrong_input_is_told_in_one_line_each(
@@ -186,3 +190,30 @@ def test_arguments_have_limits(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             run(*arguments)
     assert "1 to 1000000" in capsys.readouterr().err
+
+
+def page() -> str:
+    """What users read."""
+    return (Path(__file__).parents[2] / "docs" / "economics.md").read_text()
+
+
+def test_the_page_shows_the_defaults() -> None:
+    """Its YAML is every field as it is without a file, but for the horizon."""
+    (block,) = re.findall(r"```yaml\n(.*?)```", page(), re.S)
+    costs = costs_of(yaml.safe_load(block))
+    assert msgspec.structs.replace(costs, horizon_days=None) == Costs()
+    for section in Costs.__struct_fields__:
+        assert f"\n{section}:" in f"\n{block}"
+
+
+def test_the_example_on_the_page_is_what_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the costs that stand above it."""
+    (example,) = re.findall(r"```\n\$ cat costs.yaml\n(.*?)```", page(), re.S)
+    text, _, rest = example.partition("$ cartridge-router economics ")
+    command, _, printed = rest.partition("\n")
+    (tmp_path / "costs.yaml").write_text(text)
+    arguments = [str(tmp_path / word) if word == "costs.yaml" else word for word in command.split()]
+    assert run(*arguments) == 0
+    assert capsys.readouterr().out == printed
