@@ -213,10 +213,38 @@ def with_transfer(costs: Costs, usd_per_gib: float) -> Costs:
 
 def test_a_cartridge_larger_than_a_replica_stays_out_of_its_tier() -> None:
     """Though all replicas together had the room."""
-    costs = with_section("fleet", num_replicas=8, dram_gib_per_replica=0.5, nvme_gib_per_replica=0)
+    costs = with_section(
+        "fleet", num_replicas=8, dram_gib_per_replica=0.5, nvme_gib_per_replica=0, hbm_share=0
+    )
     verdict = assess(hour_of(100), costs).verdicts[0]
-    assert verdict.keepings[Tier.DRAM].net_usd > verdict.keepings[Tier.REMOTE].net_usd
-    assert verdict.kept_in is not Tier.DRAM
+    assert verdict.keepings[Tier.DRAM].net_usd > verdict.keepings[Tier.REMOTE].net_usd > 0
+    assert verdict.kept_in is Tier.REMOTE
+
+
+def test_each_replica_adds_its_room() -> None:
+    """Two disks of 1 GiB keep two Cartridges of nearly that, in one copy, or one in two."""
+    requests = [ask(36.0 * index, cartridge(f"{index % 2}", 1_000)) for index in range(101)]
+    for copies, kept_in in ((1, ["nvme", "nvme"]), (2, ["nvme", "remote"])):
+        costs = with_section(
+            "fleet", num_replicas=2, dram_gib_per_replica=0, hbm_share=0, nvme_gib_per_replica=1,
+            nvme_copies=copies,
+        )  # fmt: skip
+        found = assess(workload(*requests), with_transfer(costs, 0))
+        assert sorted(str(each.kept_in) for each in found.verdicts) == kept_in
+
+
+def test_copies_are_paid_for_and_take_room_but_are_built_once() -> None:
+    """Three on disks: three times the bytes and the reads that bring them, in one store."""
+    once, thrice = (
+        assess(hour_of(4), with_section("fleet", num_replicas=3, nvme_copies=copies))
+        .verdicts[0]
+        .keepings[Tier.NVME]
+        for copies in (1, 3)
+    )
+    for name in ("room_bytes", "residency_usd", "fill_usd"):
+        assert getattr(thrice, name) == pytest.approx(3 * getattr(once, name))
+    for name in ("saved_usd", "load_usd", "build_usd", "store_usd"):
+        assert getattr(thrice, name) == getattr(once, name)
 
 
 # --- what holds of all ---------------------------------------------------------------------------
