@@ -7,13 +7,14 @@ generated: a workload says in words what is real about it. Everything random com
 import csv
 import gzip
 import io
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Annotated, Final
 
 import msgspec
 import numpy as np
@@ -28,14 +29,19 @@ KV_BYTES_PER_TOKEN: Final = 131_072
 """8B parameters, bf16: 32 layers x 8 heads x 128 x 2 x 2 bytes."""
 
 Arrivals = NDArray[np.float64]
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TraceError(Exception):
+    """A trace cannot be read; the message names the file and the line."""
 
 
 class TraceRow(msgspec.Struct, frozen=True):
     """One row of a Mooncake trace: milliseconds, tokens, ids of prefix-chained blocks."""
 
-    timestamp: int
-    input_length: int
-    output_length: int
+    timestamp: _Natural
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: _Natural
     hash_ids: list[int]
 
 
@@ -99,12 +105,39 @@ def cartridge(name: str, num_tokens: int) -> ArtifactDemand:
     return ArtifactDemand(sha256_digest(name.encode()), num_tokens * KV_BYTES_PER_TOKEN, num_tokens)
 
 
+def names_of(workload: str, keys: Iterable[int]) -> dict[Digest, str]:
+    """Names of Cartridges by digest. Keys: heads of a trace, or places in a library."""
+    names = [f"{workload}/{key}" for key in keys]
+    return {sha256_digest(name.encode()): name for name in names}
+
+
 # --- Mooncake ------------------------------------------------------------------------------------
 def read_trace(source: Path) -> list[TraceRow]:
-    """All rows of a trace, gzipped or not."""
+    """All rows of a trace, gzipped or not.
+
+    Raises:
+        TraceError: the file cannot be read, or a line is no row.
+    """
     decoder = msgspec.json.Decoder(TraceRow)
-    with _open(source) as lines:
-        return [decoder.decode(line) for line in lines if line.strip()]
+    rows = list[TraceRow]()
+    try:
+        with _open(source) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    rows.append(_row(decoder, line, f"{source}, line {number}"))
+    except OSError as error:
+        raise TraceError(f"{source}: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
+        raise TraceError(f"{source}: {error}") from error
+    return rows
+
+
+def _row(decoder: msgspec.json.Decoder[TraceRow], line: bytes, place: str) -> TraceRow:
+    try:
+        return decoder.decode(line)
+    # Text that is no UTF-8 is a ValueError of its own.
+    except (msgspec.DecodeError, ValueError) as error:
+        raise TraceError(f"{place}: {error}") from error
 
 
 def write_trace(rows: Iterable[TraceRow]) -> bytes:
@@ -120,13 +153,13 @@ def _open(source: Path) -> IO[bytes]:
 
 
 def from_mooncake(
-    rows: Sequence[TraceRow], *, name: str, seed: int, limit: int | None = None
+    rows: Sequence[TraceRow], *, name: str, seed: int | None, limit: int | None = None
 ) -> Workload:
     """Each head that comes more than once is a Cartridge of the run that all its requests share.
 
     The head is the first block that not all requests have. A head that comes once is a prompt that
     nobody would have made a Cartridge of: it is live as a whole. Equal timestamps are spread over
-    the time until the next one.
+    the time until the next one, unless `seed` is `None`.
     """
     num_common = len(_common_prefix([row.hash_ids for row in rows]))
     shared = dict[int, list[int]]()
@@ -137,7 +170,9 @@ def from_mooncake(
             counts[head] += 1
             run = shared.setdefault(head, row.hash_ids)
             shared[head] = _common_prefix([run, row.hash_ids])
-    arrivals = spread_ties(np.array([row.timestamp / 1000 for row in rows]), seed)
+    arrivals = np.array([row.timestamp / 1000 for row in rows])
+    if seed is not None:
+        arrivals = spread_ties(arrivals, seed)
     requests = list[FleetRequest]()
     for row, arrival_s in list(zip(rows, arrivals.tolist(), strict=True))[:limit]:
         held = tuple[ArtifactDemand, ...]()

@@ -1,5 +1,6 @@
 """Workloads are what their sources say, and the same for one seed."""
 
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,14 @@ from cartridge_loadtest.fleet_simulator import at_utilisation, prefill_span_s
 from cartridge_loadtest.replica_model import EngineProfile
 from cartridge_loadtest.workloads import (
     BLOCK_TOKENS,
+    TraceError,
     TraceRow,
     from_azure,
     from_mooncake,
     generated_bursts,
     generated_tool_agent,
     generated_zipf,
+    names_of,
     read_trace,
     spread_ties,
     write_trace,
@@ -58,6 +61,12 @@ def test_equal_timestamps_are_spread_before_the_next_one() -> None:
     assert (spread[3:] >= 3).all()
 
 
+def test_without_a_seed_requests_come_when_the_trace_says(tmp_path: Path) -> None:
+    """Equal timestamps stay equal."""
+    requests = from_mooncake(rows(tmp_path), name="t", seed=None).requests
+    assert [request.arrival_s for request in requests] == [0, 0, 3]
+
+
 def test_azure_gives_arrivals_and_lengths(tmp_path: Path) -> None:
     """Times are relative to the first, tokens as told; Cartridges come on top."""
     source = tmp_path / "azure.csv"
@@ -91,3 +100,42 @@ def test_time_is_scaled_to_the_prefill_that_keeps_a_fleet_so_busy() -> None:
     scaled = at_utilisation(workload, 8, 0.5, profile)
     assert scaled.requests[0].arrival_s == 0
     assert scaled.requests[-1].arrival_s == pytest.approx(work_s / 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b"{", "truncated"),
+        (b'{"timestamp": 0}', "input_length"),
+        (b'{"timestamp": -1, "input_length": 1, "output_length": 1, "hash_ids": []}', "timestamp"),
+        (b'{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}', "input_le"),
+        (b'{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}', "hash_ids"),
+        (b"\xff", "line 5"),
+    ],
+)
+def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: bytes, what: str) -> None:
+    """File, number of the line (empty ones count) and what is wrong with it."""
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(LINES + b"\n" + line + b"\n")
+    with pytest.raises(TraceError, match=what) as caught:
+        read_trace(file)
+    assert f"{file}, line 5: " in str(caught.value)
+
+
+def test_a_trace_that_is_not_there_or_not_whole_is_an_error(tmp_path: Path) -> None:
+    """No file, no gzip, and half of one: each is told with the name of the file."""
+    (tmp_path / "no.gz").write_bytes(LINES)
+    (tmp_path / "half.gz").write_bytes(gzip.compress(LINES)[:-20])
+    for name, what in (("none", "No such file"), ("no.gz", "gzip"), ("half.gz", "ended")):
+        with pytest.raises(TraceError, match=what) as caught:
+            read_trace(tmp_path / name)
+        assert str(caught.value).startswith(f"{tmp_path / name}: ")
+
+
+def test_cartridges_are_known_by_their_names(tmp_path: Path) -> None:
+    """Heads of a trace, and documents of a generated library."""
+    trace = from_mooncake(rows(tmp_path), name="t", seed=0)
+    assert names_of("t", range(10))[trace.requests[0].cartridges[0].digest] == "t/1"
+    names = names_of("zipf", range(400))
+    used = {each.digest for r in generated_zipf(50, seed=0).requests for each in r.cartridges}
+    assert used <= names.keys()
