@@ -1,7 +1,7 @@
 """The command `cartridge-router economics`.
 
-Owns its arguments and output. Refuses to import numpy or matplotlib before it runs, so that `--help`
-works without them.
+Owns its arguments and output. Refuses to import numpy or matplotlib before it runs, so that
+`--help` works without them.
 """
 
 import argparse

@@ -45,9 +45,10 @@ NUMBERS: Final = (
 """Columns; from `prefill_base_s` on they are those of `ReplicaRates`.
 
 `behind_s`: of `pending_s` what is not the oldest one's. `pending_until_s`: when all pending work
-would be over, had the engine turned to it when it did; `inf` where that is not known. Both are of
-this gateway's own requests, as are `own_in_flight` and `pending_s`; of the others' pending work
-`others_until_s` says when it would be over if all of it came first. `slot_wait_s`: for a slot of the engine. `step_s`: what running requests add to each step.
+would be over, had the engine turned to it when it did; `inf` where that is not known. These three
+and `own_in_flight` are of this gateway's requests; `others_until_s`: when the pending work of the
+other gateways would be over, were it done at once. `slot_wait_s`: for a slot of the engine.
+`step_s`: what running requests add to each step.
 """
 _FIRST_RATE: Final = NUMBERS.index("prefill_base_s")
 
