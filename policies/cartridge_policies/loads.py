@@ -129,6 +129,11 @@ class Row:
         """What other gateways have on this replica, as of `others_since_s`."""
         self.others_since_s = -math.inf
 
+    @property
+    def has_one(self) -> bool:
+        """Whether one request runs, as far as is known."""
+        return self.num_in_flight + self.others.num_in_flight == 1
+
     def own_load(self, now_s: float) -> Load:
         """What this gateway's requests are to the replica now, for other gateways."""
         if not self.num_in_flight:
@@ -165,7 +170,7 @@ class Booking:
         is_streamed: bool,
     ) -> None:
         self.row = row
-        self.was_alone = row.num_in_flight == 0 and row.others.num_in_flight == 0
+        self.was_alone = row.num_in_flight + row.others.num_in_flight == 0
         """Nothing else ran when it began: what it took tells the replica's rates."""
         self._table, self._demand, self._loads = table, demand, loads
         self.work_s = work_s
@@ -258,6 +263,7 @@ class LoadTable:
         self._others_loading: dict[Digest, dict[Row, float]] = {}
         self.edition = 0
         """Grows when replicas join or leave: indices of rows are of one edition."""
+        self._changed: set[Row] = set()
 
     # --- who is there ----------------------------------------------------------------------------
     def add(self, replica: ReplicaId, rates: ReplicaRates | None = None) -> Row:
@@ -287,6 +293,7 @@ class LoadTable:
             self._is_shared[row.index] = self._is_shared[last.index]
             last.index = row.index
         row.index = -1
+        self._changed.discard(row)
         for digest in row.others.due_s:
             _forget(self._others_loading, digest, row)
         del self._by_name[row.replica]
@@ -318,7 +325,7 @@ class LoadTable:
         if row.index >= 0:
             self._is_shared[row.index] = rates is None
             self._write_rates(rates or self.shared_rates, np.array([row.index]))
-            self.note(row)
+            self._write(row)
 
     def share_rates(self, rates: ReplicaRates) -> None:
         """Predict all replicas without rates of their own by these from now on."""
@@ -327,7 +334,7 @@ class LoadTable:
         self._write_rates(rates, shared)
         if any(getattr(before, name) != getattr(rates, name) for name in _IN_LOADS):
             for index in shared.tolist():
-                self.note(self._rows[index])
+                self._write(self._rows[index])
 
     def _write_rates(self, rates: ReplicaRates, rows: Rows) -> None:
         column = np.array([getattr(rates, name) for name in NUMBERS[_FIRST_RATE:]], float)
@@ -381,6 +388,11 @@ class LoadTable:
         row.loading.pop(digest, None)
         _forget(self._loading, digest, row)
 
+    def take_changed(self) -> list[Row]:
+        """Rows whose bookings have changed since the last call, in no order."""
+        changed, self._changed = self._changed, set()
+        return list(changed)
+
     def note_others(self, row: Row, load: Load, now_s: float) -> None:
         """Count what all other gateways have on a replica, instead of what they had before."""
         for digest in row.others.due_s.keys() - load.due_s.keys():
@@ -389,9 +401,15 @@ class LoadTable:
         if row.index >= 0:
             for digest, due_s in load.due_s.items():
                 self._others_loading.setdefault(digest, {})[row] = now_s + due_s
-        self.note(row)
+        self._write(row)
 
     def note(self, row: Row) -> None:
+        """Bookings of a row have changed."""
+        if row.index >= 0:
+            self._changed.add(row)
+            self._write(row)
+
+    def _write(self, row: Row) -> None:
         """Write a row's numbers into the arrays."""
         if row.index < 0:
             return

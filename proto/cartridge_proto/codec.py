@@ -1,4 +1,4 @@
-"""Bytes of residency records: a signed envelope around JSON.
+"""Bytes of the records in Redis: a signed envelope around JSON.
 
 Owns the envelope, its HMAC and its size caps. Refuses a record that is unsigned where a key is set,
 signed with another key or for another kind, oversized, or off schema.
@@ -10,16 +10,18 @@ from typing import Final, TypeVar
 import msgspec
 
 from cartridge_proto.digest import length_prefixed
+from cartridge_proto.loads import GatewayLoads
 from cartridge_proto.names import DOMAIN_ENVELOPE
 from cartridge_proto.residency import Receipt, Registration, ResidencyChange, ResidencyRecord
 
-T = TypeVar("T", ResidencyRecord, ResidencyChange, Registration, Receipt)
+T = TypeVar("T", ResidencyRecord, ResidencyChange, Registration, Receipt, GatewayLoads)
 
 MAX_BYTES: Final[dict[type, int]] = {
     ResidencyRecord: 4096,
     ResidencyChange: 8192,
     Registration: 65536,
     Receipt: 32768,
+    GatewayLoads: 262_144,
 }
 """Largest accepted envelope of each record, in bytes."""
 

@@ -72,6 +72,8 @@ REDIS_CHANGES: Final = "cartridge:residency:changes"
 """Stream of signed residency changes, one entry per change."""
 REDIS_RECEIPTS: Final = "cartridge:receipts"
 """Stream of signed receipts, one entry per finished request that used a Cartridge."""
+REDIS_LOADS: Final = "cartridge:loads"
+"""Channel on which gateways tell one another what they have booked on each replica, signed."""
 STREAM_FIELD: Final = "e"
 """The one field of every stream entry: a sealed envelope."""
 

@@ -3,8 +3,9 @@
 Owns the users' names, their permissions, and how a login gets into a URL. Refuses to ask a server:
 it makes text. Needs Redis 7 or Valkey, for permissions that name commands and keys together.
 
-Engines write what is theirs and sign it; gateways only read. So there is one signing role, and one
-key of signatures: a gateway that leaked it could not write what it forged.
+Engines write what is theirs and sign it; gateways read, and tell one another their loads on one
+channel. So one key of signatures is enough: what a gateway that leaked it could forge, it could not
+write, but for loads, which cost time and no more.
 
 Source: https://valkey.io/topics/acl/ (rules, selectors).
 """
@@ -23,6 +24,7 @@ from cartridge_proto.names import (
     ENV_REDIS_USER_PASSWORD_PREFIX,
     ENV_REDIS_USERNAME,
     REDIS_CHANGES,
+    REDIS_LOADS,
     REDIS_RECEIPTS,
     REDIS_REPLICAS,
     REDIS_USER_ADMIN,
@@ -83,10 +85,10 @@ def admin_user(password: str) -> RedisUser:
 
 
 def gateway_user(password: str) -> RedisUser:
-    """Reads what all engines say, and writes nothing."""
+    """Reads what all engines say, writes nothing, and talks with other gateways."""
     keys = [REDIS_REPLICAS, lease_key("*"), residency_key("*"), REDIS_RECEIPTS]
-    commands = "+smembers +mget +hgetall +xread +xrevrange"
-    allowed = " ".join(f"%R~{key}" for key in keys)
+    commands = "+smembers +mget +hgetall +xread +xrevrange +publish +subscribe +unsubscribe"
+    allowed = " ".join([*(f"%R~{key}" for key in keys), f"&{REDIS_LOADS}"])
     return RedisUser(REDIS_USER_GATEWAY, password, f"-@all {_CONNECTING} {commands} {allowed}")
 
 

@@ -68,6 +68,7 @@ from cartridge_router.residency_map import ResidencyMap
 from cartridge_router.response_book import MAX_ID_CHARS, ResponseBook
 from cartridge_router.selection import NO_CARTRIDGES, SelectedBy, Selection, Selector
 from cartridge_router.settings import Settings
+from cartridge_router.shared_loads import SharedLoads
 from cartridge_router.siblings import Siblings
 from cartridge_router.steering import Steering, read_steering
 from cartridge_router.telemetry import Metrics, current_traceparent, merged, span_of
@@ -128,6 +129,8 @@ class Services:
     """Prometheus text of this process."""
     siblings: Siblings | None
     """The other workers; `None` where there is one process."""
+    shared_loads: SharedLoads | None
+    """What other gateways have booked; `None` without Redis."""
 
     @property
     def settings(self) -> Settings:

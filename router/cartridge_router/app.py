@@ -47,6 +47,7 @@ from cartridge_router.response_book import ResponseBook
 from cartridge_router.roster import Source
 from cartridge_router.selection import Selector
 from cartridge_router.settings import KubernetesSettings, Settings, UpstreamClientName
+from cartridge_router.shared_loads import SharedLoads
 from cartridge_router.siblings import Siblings, Worker
 from cartridge_router.signing_keys import SigningKeys
 from cartridge_router.telemetry import SERVICE, Metrics, otlp_provider
@@ -144,11 +145,11 @@ def _construct(
 ) -> tuple[Services, list[Job]]:
     metrics = Metrics()
     receipts = ReceiptBook()
-    residency = ResidencyMap(
-        key=key,
-        settings=settings.residency,
-        on_rejected=lambda reason: metrics.rejected_records.labels(reason).inc(),
-    )
+
+    def count_rejected(reason: str) -> None:
+        metrics.rejected_records.labels(reason).inc()
+
+    residency = ResidencyMap(key=key, settings=settings.residency, on_rejected=count_rejected)
 
     def must_probe_extension(replica: ReplicaId) -> bool:
         return (
@@ -208,6 +209,15 @@ def _construct(
         settings=settings.selection,
         on_search=functools.partial(_count_search, metrics),
     )
+    shared_loads = None
+    if settings.redis_url is not None:
+        shared_loads = SharedLoads(
+            url=settings.redis_url,
+            key=key,
+            fleet=fleet,
+            is_on=settings.placement.share_loads,
+            on_rejected=count_rejected,
+        )
     services = Services(
         live=LiveSettings(settings),
         tenants=tenants,
@@ -241,22 +251,35 @@ def _construct(
         drain=drain,
         render_metrics=render_metrics,
         siblings=siblings,
+        shared_loads=shared_loads,
     )
 
-    jobs: list[Job] = [*sources, fleet.watch, admission.run, catalog.run, finder.run]
+    return services, [*sources, *_jobs(settings, services, login, signing_keys)]
+
+
+def _jobs(
+    settings: Settings, services: Services, login: EngineLogin, signing_keys: SigningKeys | None
+) -> list[Job]:
+    """What keeps services true."""
+    jobs: list[Job] = [services.fleet.watch, services.admission.run]
+    jobs += [services.catalog.run, services.finder.run]
     if login.files:
-        failed = metrics.reload_failures.labels("engines")
+        failed = services.metrics.reload_failures.labels("engines")
         renewed = Renewed("engines", login.files, login.renew, failed.inc)
         jobs.append(renewed.run)
     if settings.redis_url is not None:
-        on_receipt = _counted(metrics, receipts, observations)
-        reader = RedisReader(url=settings.redis_url, residency=residency, on_receipt=on_receipt)
+        on_receipt = _counted(services.metrics, services.receipts, services.observations)
+        reader = RedisReader(
+            url=settings.redis_url, residency=services.residency, on_receipt=on_receipt
+        )
         jobs.append(reader.run)
+    if services.shared_loads is not None:
+        jobs.append(services.shared_loads.run)
     if settings.tenants.keys_file is not None:
-        jobs.append(tenants.run)
+        jobs.append(services.tenants.run)
     if signing_keys is not None:
         jobs.append(signing_keys.run)
-    return services, jobs
+    return jobs
 
 
 def _load_finder(finder: Finder) -> None:
@@ -487,6 +510,8 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
     )
     services.placer.configure(settings.placement)
     services.observations.is_learning = settings.placement.learn_rates
+    if services.shared_loads is not None:
+        services.shared_loads.is_on = settings.placement.share_loads
     services.forwarder.configure(settings.forwarding, settings.clients.write_timeout_s)
     services.drain.settings = settings.drain
     doors.max_connections = settings.clients.max_connections or most_connections()

@@ -37,7 +37,7 @@ class Observations:
             self._on_prediction(elapsed_s / predicted_s)
         has_loaded = candidate.slowest_tier not in (None, Tier.HBM)
         # Alone from the beginning until now, on a replica that is there.
-        is_alone = booking.was_alone and booking.row.num_in_flight == 1 and booking.row.index >= 0
+        is_alone = booking.was_alone and booking.row.has_one and booking.row.index >= 0
         if not self.is_learning or has_loaded or not is_alone:
             return
         for estimate in self._of(booking.row):

@@ -35,17 +35,16 @@ from cartridge_proto.residency import (
     ResidencyState,
     Tier,
 )
+from cartridge_router.redis_reading import RECONNECT_S, connection, raise_if_cancelled
 from cartridge_router.settings import ResidencySettings
 
 T = TypeVar("T", ResidencyRecord, ResidencyChange, Registration, Receipt)
 
 logger = logging.getLogger(__name__)
 
-REDIS_TIMEOUT_S = 3.0
 READ_GAP_S = 0.005
 """Between two reads of the streams: a busy fleet writes thousands of entries a second."""
 BLOCK_MS = 500
-RECONNECT_S = 0.5
 MAX_REPLICAS = 4096
 MAX_ROWS = 100_000
 MAX_STREAM_BATCH = 512
@@ -315,16 +314,8 @@ class RedisReader:
     async def run(self) -> None:
         """Read until cancelled; reconnects for ever."""
         while True:
-            _raise_if_cancelled()
-            # A connection that was cancelled in the middle of an answer must not be used again.
-            client = redis.asyncio.Redis.from_url(
-                self._url,
-                socket_timeout=REDIS_TIMEOUT_S,
-                socket_connect_timeout=REDIS_TIMEOUT_S,
-                single_connection_client=True,
-                # Else each connection looks through site-packages for redis-py's own version.
-                driver_info=None,
-            )
+            raise_if_cancelled()
+            client = connection(self._url)
             try:
                 await self._follow(client)
             except (RedisError, OSError) as error:
@@ -339,7 +330,7 @@ class RedisReader:
         }
         next_look_s, is_whole = 0.0, False
         while True:
-            _raise_if_cancelled()
+            raise_if_cancelled()
             if time.monotonic() >= next_look_s:
                 is_whole = await self._read_leases(client)
                 next_look_s = time.monotonic() + BLOCK_MS / 1000
@@ -392,17 +383,6 @@ class RedisReader:
         self._map.keep_only(live, doubted)
         self._map.mark_synced()
         return True
-
-
-def _raise_if_cancelled() -> None:
-    """Take note of a cancellation that was lost on the way.
-
-    redis-py sends through `asyncio.wait_for`, which before Python 3.12 returns the result instead
-    when the cancellation comes in the moment the send is done.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 async def _last_id(client: redis.asyncio.Redis, stream: str) -> str:

@@ -109,6 +109,8 @@ class PlacementSettings(_Section, frozen=True, kw_only=True):
     prefill_s_per_token: Annotated[float, msgspec.Meta(ge=0)] = 0.0005
     learn_rates: bool = True
     """Learn from first tokens and receipts; the rates above are where that begins."""
+    share_loads: bool = True
+    """Tell other gateways, by Redis, what this one has booked, and count what they have."""
 
 
 class AdmissionSettings(_Section, frozen=True, kw_only=True):

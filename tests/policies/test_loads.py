@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cartridge_policies.cost import costs
-from cartridge_policies.loads import LoadTable, Row
+from cartridge_policies.loads import Load, LoadTable, Row
+from cartridge_policies.ranking import able_rows
 from cartridge_policies.rates import ReplicaRates
-from cartridge_policies.types import ArtifactDemand, Demand
+from cartridge_policies.types import ArtifactDemand, Demand, Refusal
 from cartridge_proto.residency import ReplicaId, Tier
 from tests.contracts.placement_policy import DIGESTS, Member, view_of
 
@@ -99,6 +101,61 @@ def test_a_table_is_idle_again_when_all_has_ended(steps: list[tuple[str, int, fl
     assert (row.num_in_flight, row.num_pending, row.pending_s, row.context_tokens) == (0, 0, 0, 0)
     assert not row.pending_order
     assert queue_s(loads, now_s + 1_000) == 0
+
+
+@given(
+    booked=st.lists(
+        st.tuples(st.booleans(), st.booleans(), st.booleans(), st.integers(1, 500)), max_size=6
+    ),
+    num_slots=st.sampled_from([None, 1, 4]),
+)
+def test_what_another_gateway_has_booked_costs_the_same(
+    booked: list[tuple[bool, bool, bool, int]], num_slots: int | None
+) -> None:
+    """Told by another, requests delay the next one as if they had been booked here.
+
+    Each: whose it is, whether it has shown its first token, whether it is streamed, its tokens.
+    """
+    rates = replace(RATES, num_slots=num_slots, queue_s_per_request=0.02)
+    whole, own, other = LoadTable(), LoadTable(), LoadTable()
+    rows = [loads.add(ReplicaId("a"), rates) for loads in (whole, own, other)]
+    artifact = ArtifactDemand(DIGESTS[0], 1_000_000, 100)
+    for is_others, has_shown, is_streamed, num_tokens in booked:
+        demand = Demand("m", (artifact,), num_tokens)
+        for loads, row in ((whole, rows[0]), ((own, rows[1]), (other, rows[2]))[is_others]):
+            booking = loads.book(
+                row, demand, tiers={DIGESTS[0]: Tier.NVME}, now_s=5.0, is_streamed=is_streamed
+            )
+            if has_shown:
+                booking.note_first_token(5.0)
+            # The next gateway learns of it before it books the next one.
+            own.note_others(rows[1], rows[2].own_load(5.0), 5.0)
+            other.note_others(rows[2], rows[1].own_load(5.0), 5.0)
+    asked = Demand("m", (artifact,), 10)
+    tables = []
+    for loads in (whole, own):
+        view = replace(view_of([Member("a")]), loads=loads, now_s=5.0)
+        tables.append(costs(asked, view, view.rows))
+    assert tables[1].terms[:, 0] == pytest.approx(tables[0].terms[:, 0])
+
+
+def test_a_limit_is_for_each_gateway() -> None:
+    """Requests of others make a replica dearer, and never full: nobody here could say when not."""
+    loads, row = table()
+    loads.note_others(row, Load(num_in_flight=9, num_pending=9, pending_s=9.0), 0.0)
+    view = replace(view_of([Member("a")]), loads=loads, max_in_flight=1)
+    assert isinstance(able_rows(view), np.ndarray)
+    loads.book(row, FOUR_S, tiers={}, now_s=0.0)
+    assert isinstance(able_rows(view), Refusal)
+
+
+def test_a_row_that_leaves_takes_others_loads_with_it() -> None:
+    """Nothing is thought to be brought to a replica that is gone."""
+    loads, row = table()
+    loads.note_others(row, Load(num_in_flight=1, due_s={DIGESTS[0]: 3.0}), 0.0)
+    assert loads.loading(DIGESTS[0]) == {row: 3.0}
+    loads.remove(row)
+    assert loads.loading(DIGESTS[0]) == {}
 
 
 def test_an_unseen_prefill_is_over_when_the_answers_are_there() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import pytest
 import redis
 
@@ -16,8 +17,10 @@ from cartridge_router.cli import run
 from cartridge_router.demo.stack import ClosedRedis, running_redis
 from cartridge_router.residency_map import RedisReader, ResidencyMap
 from cartridge_router.settings import ResidencySettings
+from cartridge_router.shared_loads import SharedLoads
 from tests.loadtest.cartridge_requests import until
 from tests.proto.sample_artifact import engine_of, sample_artifact
+from tests.router.fleets import fleet_of
 from tests.router.sample_receipts import receipt_of
 
 R0, R1 = ReplicaId("r0"), ReplicaId("r1")
@@ -54,6 +57,42 @@ def start_publisher(closed: ClosedRedis, replica: ReplicaId) -> ResidencyPublish
     )
     publisher.start()
     return publisher
+
+
+async def test_gateways_talk_with_one_another(
+    closed: ClosedRedis, session: aiohttp.ClientSession
+) -> None:
+    """With a gateway's login they tell and hear loads; nothing is refused."""
+    with redis.Redis.from_url(closed.admin_url) as client:
+        client.acl_log_reset()
+    environment = closed.gateway_environment
+    both = [fleet_of(session, {R0: "http://127.0.0.1:1"}) for _ in range(2)]
+    rejected: list[str] = []
+    tasks = [
+        asyncio.create_task(
+            SharedLoads(
+                url=with_login(closed.url, environment),
+                key=environment[names.ENV_RESIDENCY_KEY].encode(),
+                fleet=fleet,
+                is_on=True,
+                on_rejected=rejected.append,
+            ).run()
+        )
+        for fleet in both
+    ]
+    first, second = (fleet.find(R0) for fleet in both)
+    assert first is not None
+    assert second is not None
+    try:
+        with both[0].in_flight(first):
+            await until(lambda: second.row.others.num_in_flight == 1, "it is heard of")
+        await until(lambda: second.row.others.num_in_flight == 0, "and of its end")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)
+    assert (denials(closed), rejected) == ([], [])
 
 
 async def test_each_role_can_do_what_it_needs(closed: ClosedRedis) -> None:
@@ -180,6 +219,8 @@ def test_a_gateway_writes_nothing(closed: ClosedRedis, command: str) -> None:
         f"XREAD STREAMS {names.REDIS_RECEIPTS} 0",
         f"XRANGE {names.REDIS_CHANGES} - +",
         f"XDEL {names.REDIS_CHANGES} 0-1",
+        f"PUBLISH {names.REDIS_LOADS} message",
+        f"SUBSCRIBE {names.REDIS_LOADS}",
     ],
 )
 def test_an_engine_touches_its_own_rows_only(closed: ClosedRedis, command: str) -> None:
