@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine bench-gateway bench-placement bench-selection loadtest screenshot generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine bench-gateway bench-placement bench-prediction bench-selection loadtest screenshot generate lock
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ bench-gateway: setup ## What a request costs in the gateway, beside its peers
 
 bench-placement: setup ## What placement wins, in simulated fleets, and what a decision costs
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_placement $(ARGS)
+
+bench-prediction: setup ## How well first tokens are predicted, on three real engines
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_prediction $(ARGS)
 
 bench-selection: setup ## Whether the right documents are found, on public sets, and the cost
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_selection $(ARGS)

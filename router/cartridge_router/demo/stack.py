@@ -73,7 +73,7 @@ def engine_command(
     model_dir: Path,
     template: Path,
     port: int,
-    store: Path,
+    store: Path | str,
     redis_url: str | None,
     max_model_len: int = MAX_MODEL_LEN,
     arguments: Sequence[str] = (),
