@@ -7,6 +7,7 @@ reads them as they are.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -123,6 +124,8 @@ class Row:
         self.num_unseen = 0
         """Of those that have not ended."""
         self.pending_bytes = dict.fromkeys(TIERS_FASTEST_FIRST, 0)
+        self.num_waiting = Counter[Digest]()
+        """Requests whose first token has not come, by each artifact that they demand."""
         self.loading: dict[Digest, float] = {}
         """Artifacts that this gateway's requests have brought -> when they are due."""
         self.others = IDLE
@@ -181,6 +184,7 @@ class Booking:
         self._is_unseen = not is_streamed
         row.num_in_flight += 1
         for artifact in demand.artifacts:
+            row.num_waiting[artifact.digest] += 1
             if artifact.digest in loads:
                 row.pending_bytes[loads[artifact.digest]] += artifact.size_bytes
         if is_streamed:
@@ -211,7 +215,10 @@ class Booking:
         `now_s`, by the clock of `book`: the next one's prefill begins. Without it the work of that
         one counts as a whole until it is done.
         """
-        self._note_loaded()
+        self._note_loaded(has_come=True)
+        self._note_begun(now_s)
+
+    def _note_begun(self, now_s: float) -> None:
         if not self._is_pending:
             return
         self._is_pending = False
@@ -224,7 +231,8 @@ class Booking:
         self._turn_to_head(now_s)
         self._table.note(row)
 
-    def _note_loaded(self) -> None:
+    def _note_loaded(self, *, has_come: bool) -> None:
+        """It waits for no load any more: all is there, or it has ended before."""
         if not self._is_loading:
             return
         self._is_loading = False
@@ -233,12 +241,14 @@ class Booking:
             tier = self._loads.get(artifact.digest)
             if tier is not None:
                 row.pending_bytes[tier] -= artifact.size_bytes
-                self._table.note_loaded(artifact.digest, row)
+            self._table.note_waits_no_more(artifact.digest, row, has_come=has_come)
         self._table.note(row)
 
     def end(self) -> None:
         """It is over; once."""
-        self.note_first_token()
+        # Without a first token it was given up, or its tokens were not seen one by one.
+        self._note_loaded(has_come=self._is_unseen)
+        self._note_begun(math.inf)
         if self._is_unseen:
             self.row.num_unseen -= 1
             if not self.row.num_unseen:
@@ -383,10 +393,18 @@ class LoadTable:
         own, others = self._loading.get(digest, {}), self._others_loading.get(digest)
         return own if others is None else {**others, **own}
 
-    def note_loaded(self, digest: Digest, row: Row) -> None:
-        """It is there, or will not come."""
+    def note_waits_no_more(self, digest: Digest, row: Row, *, has_come: bool) -> None:
+        """A request that waited for an artifact has it, or was given up; others may still wait."""
+        row.num_waiting[digest] -= 1
+        if row.num_waiting[digest] <= 0:
+            del row.num_waiting[digest]
+        elif not has_come:
+            return
         row.loading.pop(digest, None)
         _forget(self._loading, digest, row)
+        if has_come:
+            # Whoever had it brought.
+            _forget(self._others_loading, digest, row)
 
     def take_changed(self) -> list[Row]:
         """Rows whose bookings have changed since the last call, in no order."""

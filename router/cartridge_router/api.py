@@ -747,14 +747,23 @@ def around_handlers(doors: Doors) -> Middleware:
             try:
                 return await handler(request)
             except web.HTTPNotFound:
-                return error_response(UnknownPath(f"nothing is served at {request.path}"), {})
+                unknown = UnknownPath(f"nothing is served at {request.path}")
+                return error_response(unknown, {}, _dialect_of(request.path))
             except web.HTTPMethodNotAllowed as error:
                 allowed = error.headers["Allow"]
                 return error_response(
-                    MethodNotAllowed(f"{request.path} takes {allowed}"), {"Allow": allowed}
+                    MethodNotAllowed(f"{request.path} takes {allowed}"),
+                    {"Allow": allowed},
+                    _dialect_of(request.path),
                 )
 
     return around
+
+
+def _dialect_of(path: str) -> Dialect:
+    """In which shape a client reads errors of what no handler takes."""
+    is_messages = path == Route.MESSAGES or path.startswith(f"{Route.MESSAGES}/")
+    return DIALECTS[Route.MESSAGES if is_messages else Route.OTHER]
 
 
 def closing_when_draining(

@@ -114,6 +114,8 @@ _ITS_OWN: Final = frozenset(
 )
 """Reasons that another replica may not have."""
 _EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
+_END_BYTES: Final = 3
+"""Of the longest of them all but one."""
 _FRAME_BYTES: Final = 32
 """At most, around one chunk of a body."""
 _KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -188,6 +190,13 @@ class Exchange:
         """A stream has begun, and its first token has not come."""
         self.num_events = 0
         """Of the stream, until then."""
+        self._last_bytes = b""
+
+    def count_events(self, chunk: bytes) -> None:
+        """More of the stream has come; the end of an event may lie in two pieces."""
+        seen = self._last_bytes + chunk
+        self.num_events += _num_events(seen) - _num_events(self._last_bytes)
+        self._last_bytes = seen[-_END_BYTES:]
 
     def answer_from(self, candidate: Candidate, booking: Booking, sent_s: float) -> None:
         """A replica has taken the request; it may be another than the first one chosen."""
@@ -543,7 +552,7 @@ class Forwarder:
         """Note when the first token of a stream is there: behind the events that say nothing."""
         if not exchange.awaits_token or chunk is _KEEP_ALIVE:
             return
-        exchange.num_events += _num_events(chunk)
+        exchange.count_events(chunk)
         if exchange.num_events <= outgoing.num_openers:
             return
         exchange.awaits_token, now_s = False, time.monotonic()

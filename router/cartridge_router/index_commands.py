@@ -37,6 +37,7 @@ def build(args: argparse.Namespace) -> int:
     """Make an index and keep it, with what an older one had learned."""
     with _opened(args) as (shelves, cartridges):
         index = shelves.make(args.tenant, CONVENTIONS[args.prompts], cartridges)
+        _save(shelves, index, args)
         _print(index, as_json=args.json)
     return 0
 
@@ -48,14 +49,30 @@ def learn(args: argparse.Namespace) -> int:
         index = shelves.make(args.tenant, CONVENTIONS[args.prompts], cartridges)
         known = _known(questions, cartridges)
         index = index.with_calibration(calibrate(index, known))
-        shelves.save(index, args.tenant, CONVENTIONS[args.prompts])
+        _save(shelves, index, args)
         _print(index, as_json=args.json)
     return 0
 
 
+def _save(shelves: Shelves, index: Index, args: argparse.Namespace) -> None:
+    """Keep it where the gateway looks.
+
+    Raises:
+        ConfigurationError: the folder cannot be written.
+    """
+    try:
+        shelves.save(index, args.tenant, CONVENTIONS[args.prompts])
+    except OSError as error:
+        raise ConfigurationError([f"--index-dir: {error}"]) from error
+
+
 @contextlib.contextmanager
 def _opened(args: argparse.Namespace) -> Iterator[tuple[Shelves, list[Cartridge]]]:
-    """Where indexes lie, and what the tenant may read."""
+    """Where indexes lie, and what the tenant may read.
+
+    Raises:
+        ConfigurationError: it may read nothing.
+    """
     catalog = Catalog(open_store(args.store), refresh_s=1.0)
     try:
         asyncio.run(catalog.refresh())
@@ -63,6 +80,13 @@ def _opened(args: argparse.Namespace) -> Iterator[tuple[Shelves, list[Cartridge]
         found = catalog.newest_for(
             args.tenant, lambda manifest: manifest.prompt_convention.kind is kind
         )
+        if not found:
+            raise ConfigurationError(
+                [
+                    f"--tenant: no Cartridge for prompts of kind {args.prompts} in the store that "
+                    f"{args.tenant!r} may read"
+                ]
+            )
         yield Shelves(catalog, embedder=args.embedder, folder=args.index_dir), found
     finally:
         catalog.close()

@@ -97,10 +97,10 @@ class Listener:
         for listener in self._sockets:
             self._loop.remove_reader(listener)
             timer = self._paused.pop(listener, None)
-            if timer is None:
-                self._take(listener)
-            else:
+            if timer is not None:
                 timer.cancel()
+            while timer is None and self._take(listener) == MAX_IN_A_TURN:
+                timer = self._paused.pop(listener, None)
             listener.close()
 
     async def end(self) -> None:
@@ -109,11 +109,15 @@ class Listener:
             task.cancel()
         await asyncio.gather(*self._beginning, return_exceptions=True)
 
-    def _take(self, listener: socket.socket) -> None:
+    def _take(self, listener: socket.socket) -> int:
+        """Take connections that wait, at most so many as one turn is for; returns how many."""
+        count = 0
         for connection in self._accepted(listener):
             task = self._loop.create_task(self._begin(connection))
             self._beginning.add(task)
             task.add_done_callback(self._beginning.discard)
+            count += 1
+        return count
 
     def _accepted(self, listener: socket.socket) -> Iterator[socket.socket]:
         for _ in range(MAX_IN_A_TURN):

@@ -80,15 +80,20 @@ class Shelves:
         )
         index.warm()
         if self._folder is not None:
-            self.save(index, tenant, convention)
+            try:
+                self.save(index, tenant, convention)
+            except OSError as error:
+                # It costs the next start its time.
+                logger.warning("the index of %s is not kept: %s", tenant, error)
         return index
 
     def save(self, index: Index, tenant: str, convention: ConventionKind) -> None:
-        """Keep an index; a disk that cannot is said, and costs the next start its time."""
-        try:
-            save_index(index, self._place(tenant, convention))
-        except OSError as error:
-            logger.warning("the index of %s is not kept: %s", tenant, error)
+        """Keep an index.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        save_index(index, self._place(tenant, convention))
 
     def forget_all_but(self, digests: Iterable[str]) -> None:
         """Drop from memory what was prepared for Cartridges that no index holds any more."""

@@ -119,24 +119,40 @@ def test_what_another_gateway_has_booked_costs_the_same(
     rates = replace(RATES, num_slots=num_slots, queue_s_per_request=0.02)
     whole, own, other = LoadTable(), LoadTable(), LoadTable()
     rows = [loads.add(ReplicaId("a"), rates) for loads in (whole, own, other)]
-    artifact = ArtifactDemand(DIGESTS[0], 1_000_000, 100)
+    # Of one that both wait for, each learns by its own first tokens whether it has come.
+    artifacts = [ArtifactDemand(digest, 1_000_000, 100) for digest in DIGESTS[:2]]
     for is_others, has_shown, is_streamed, num_tokens in booked:
-        demand = Demand("m", (artifact,), num_tokens)
+        demand = Demand("m", (artifacts[is_others],), num_tokens)
+        tiers = {artifacts[is_others].digest: Tier.NVME}
         for loads, row in ((whole, rows[0]), ((own, rows[1]), (other, rows[2]))[is_others]):
-            booking = loads.book(
-                row, demand, tiers={DIGESTS[0]: Tier.NVME}, now_s=5.0, is_streamed=is_streamed
-            )
+            booking = loads.book(row, demand, tiers=tiers, now_s=5.0, is_streamed=is_streamed)
             if has_shown:
                 booking.note_first_token(5.0)
             # The next gateway learns of it before it books the next one.
             own.note_others(rows[1], rows[2].own_load(5.0), 5.0)
             other.note_others(rows[2], rows[1].own_load(5.0), 5.0)
-    asked = Demand("m", (artifact,), 10)
+    asked = Demand("m", tuple(artifacts), 10)
     tables = []
     for loads in (whole, own):
         view = replace(view_of([Member("a")]), loads=loads, now_s=5.0)
         tables.append(costs(asked, view, view.rows))
     assert tables[1].terms[:, 0] == pytest.approx(tables[0].terms[:, 0])
+
+
+def test_a_load_goes_on_for_those_who_still_wait() -> None:
+    """The first to ask is given up: the second one's artifact is on its way all the same."""
+    loads, row = table()
+    demand = Demand("m", (ArtifactDemand(DIGESTS[0], 1_000_000, 100),), 400)
+    tiers = {DIGESTS[0]: Tier.REMOTE}
+    first, second, third = (loads.book(row, demand, tiers=tiers, now_s=0.0) for _ in range(3))
+    first.end()
+    assert row in loads.loading(DIGESTS[0])
+    second.note_first_token(1.0)
+    assert row not in loads.loading(DIGESTS[0])
+    third.end()
+    second.end()
+    assert not row.num_waiting
+    assert not row.loading
 
 
 def test_a_limit_is_for_each_gateway() -> None:

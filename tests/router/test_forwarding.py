@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import yarl
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cartridge_loadtest.faults import Faults
 from cartridge_loadtest.simulated_replica import SimulatedReplica
@@ -18,7 +20,7 @@ from cartridge_proto.composition import cache_salt, decode_message
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import ConventionKind
 from cartridge_proto.stores import LocalStore
-from cartridge_router.forwarding import _has_room
+from cartridge_router.forwarding import Exchange, _has_room
 from cartridge_router.prefix_salts import PrefixSalts
 from cartridge_router.settings import FleetSettings, ForwardingSettings, TenantSettings
 from tests.loadtest.cartridge_requests import chat_body, until
@@ -698,3 +700,18 @@ async def test_the_clients_trace_reaches_the_engines_message(
         assert reply.status == 200
         sent = json.loads(received(clients[0].replica))
         assert sent["kv_transfer_params"]["cartridges"]["traceparent"] == expected
+
+
+# --- where a stream's first token is -------------------------------------------------------------
+@given(
+    stream=st.lists(st.sampled_from([b"data: x\n\n", b"data: y\r\n\r\n", b": ok\n\n"]), max_size=5),
+    cuts=st.lists(st.integers(1, 9)),
+)
+def test_events_are_counted_however_they_are_cut(stream: list[bytes], cuts: list[int]) -> None:
+    """The blank line that ends one may come in two pieces."""
+    exchange, rest = Exchange({}), b"".join(stream)
+    for cut in cuts:
+        exchange.count_events(rest[:cut])
+        rest = rest[cut:]
+    exchange.count_events(rest)
+    assert exchange.num_events == len(stream)

@@ -130,6 +130,28 @@ def test_a_missing_file_is_named(
     assert f"{absent}: No such file or directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["build", "calibrate"])
+def test_an_index_of_nothing_is_an_error(
+    command: str, town: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tenant that is misspelt, or the other kind of prompt: nobody would find anything in it."""
+    folder = tmp_path / "indexes"
+    assert index(command, town, folder, "--prompts", "text") == 2
+    assert "--tenant: no Cartridge for prompts of kind text" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("command", ["build", "calibrate"])
+def test_a_folder_that_cannot_be_written_is_an_error(
+    command: str, town: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was asked for is not there, and the status says so."""
+    folder = tmp_path / "indexes"
+    folder.write_bytes(b"a file")
+    assert index(command, town, folder) == 2
+    assert "--index-dir:" in capsys.readouterr().err
+
+
 def test_a_damaged_index_is_made_anew(
     town: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

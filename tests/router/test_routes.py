@@ -329,6 +329,12 @@ async def test_clients_of_messages_read_errors_in_their_shape(
     assert reply.json["error"]["type"] == "overloaded_error"
     malformed = await gateway.post_bytes(path, b"{")
     assert malformed.json["error"]["type"] == "invalid_request_error"
+    for other, status in ((path, 405), ("/v1/messages/batches/x/y", 405), ("/v1/nothing", 405)):
+        async with gateway.session.put(gateway.url + other) as refused:
+            assert refused.status == status
+            told = await refused.json()
+            assert (told.get("type") == "error") is other.startswith(MESSAGES)
+            assert "takes" in told["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])

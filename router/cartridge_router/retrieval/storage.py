@@ -4,11 +4,11 @@ Owns the folder `versions/<version>` and the file `current` that names one. Refu
 byte for byte what was written, and vectors of another embedder. Holds no code: JSON and arrays.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from cartridge_router.retrieval.words import fold_words
 
 FORMAT: Final = 1
 CURRENT: Final = "current"
+LOCK: Final = ".lock"
 VERSIONS: Final = "versions"
 MANIFEST: Final = "manifest.json"
 DOCUMENTS: Final = "documents.jsonl"
@@ -36,12 +37,22 @@ _HEX: Final = frozenset("0123456789abcdef")
 def save_index(index: Index, folder: Path) -> Path:
     """Write an index and make it the current one; returns where it lies.
 
-    A reader sees the old index or the new one, whole. Older versions are removed.
+    A reader sees the old index or the new one, whole; of several writers one at a time is at it.
+    Older versions are removed.
     """
     versions = folder / VERSIONS
     versions.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _save(index, folder, versions)
+
+
+def _save(index: Index, folder: Path, versions: Path) -> Path:
     place = versions / index.version
-    temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=versions))
+    # What a writer left that was killed is removed with the older versions.
+    temporary = versions / f".writing-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     try:
         _write(index, temporary)
         if place.exists():

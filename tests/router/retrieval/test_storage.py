@@ -1,6 +1,7 @@
 """An index on disk is the one that was written, or is refused with the reason."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,26 @@ def test_a_later_index_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
     place = save_index(later, tmp_path)
     assert load_index(tmp_path, WordEmbedder()).version == later.version
     assert list(place.parent.iterdir()) == [place]
+
+
+def test_writers_do_not_remove_what_another_is_writing(tmp_path: Path) -> None:
+    """Workers of one gateway, or a command beside it: one of their indexes is current, whole."""
+    indexes = [index_of(TOWN[:count]) for count in range(1, len(TOWN) + 1)]
+    with ThreadPoolExecutor(len(indexes)) as threads:
+        for _ in range(5):
+            places = list(threads.map(lambda index: save_index(index, tmp_path), indexes))
+    current = load_index(tmp_path, WordEmbedder())
+    assert current.version in {index.version for index in indexes}
+    assert [one.name for one in (tmp_path / "versions").iterdir()] == [current.version]
+    assert len(set(places)) == len(indexes)
+
+
+def test_others_may_read_what_is_kept(tmp_path: Path) -> None:
+    """As far as the umask says: the command and the gateway may be different users."""
+    place = save_index(index_of(), tmp_path)
+    ordinary = tmp_path / "ordinary"
+    ordinary.mkdir()
+    assert place.stat().st_mode == ordinary.stat().st_mode
 
 
 def test_the_same_index_can_be_written_again(tmp_path: Path) -> None:
