@@ -226,7 +226,7 @@ class Api:
                 exchange.headers |= await self._services.limits.spend(
                     tenant, asked.parsed.num_tokens
                 )
-                selection = await self._select(asked.parsed, tenant.name, asked.steering.session)
+                selection = await self._select(asked.parsed, tenant, asked.steering.session)
                 own_headers = dict(exchange.headers)
                 self._services.decisions.add(logged, asked.parsed, selection, tenant.name)
                 try:
@@ -259,15 +259,15 @@ class Api:
         return response
 
     async def _select(
-        self, parsed: ParsedRequest, tenant: str, session: str | None, *, is_dry: bool = False
+        self, parsed: ParsedRequest, tenant: Tenant, session: str | None, *, is_dry: bool = False
     ) -> Selection:
         """The Cartridges that the request names, or those found for its question."""
         finder = self._services.finder
-        if not finder.is_asked(parsed):
-            return self._services.selector.select(parsed, tenant)
+        if not (tenant.has_selection and finder.is_asked(parsed)):
+            return self._services.selector.select(parsed, tenant.name)
         models = self._services.placer.models_of(parsed.model)
         return await finder.find(
-            parsed, tenant=tenant, models=models, session=session, is_dry=is_dry
+            parsed, tenant=tenant.name, models=models, session=session, is_dry=is_dry
         )
 
     async def _place_and_forward(
@@ -462,7 +462,7 @@ class Api:
             policy=steering.policy,
             session=steering.session,
         )
-        selection = await self._select(parsed, tenant.name, steering.session, is_dry=True)
+        selection = await self._select(parsed, tenant, steering.session, is_dry=True)
         try:
             placement = place(selection)
         except RouterError as error:

@@ -270,6 +270,8 @@ class ListedTenant(_Section, frozen=True, kw_only=True):
     """Absent = `default_limits`."""
     max_priority: Priority = 0
     """Highest priority that its requests may ask for (x-cartridge-priority)."""
+    has_selection: bool = True
+    """Where `selection.enabled`, Cartridges are found for its requests that name none."""
 
 
 class TenantSettings(_Section, frozen=True, kw_only=True):

@@ -64,6 +64,7 @@ class Tenant:
     is_trusted: bool
     limits: LimitSettings
     max_priority: int = 0
+    has_selection: bool = True
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -323,6 +324,7 @@ def _known(settings: TenantSettings, content: KeysFile) -> _Known:
             listed.is_trusted,
             settings.default_limits if listed.limits is None else listed.limits,
             listed.max_priority,
+            listed.has_selection,
         )
         for name, listed in {**settings.listed, **content.tenants}.items()
     }

@@ -131,6 +131,28 @@ async def test_a_question_gets_the_cartridge_that_answers_it(
     assert await gateway.metric("cartridge_router_searches_total", outcome="found") == 2
 
 
+async def test_a_tenant_may_be_left_out(
+    start_replica: StartReplica,
+    start_gateway: StartGateway,
+    town: LocalStore,
+    redis_url: str,
+    tmp_path: Path,
+) -> None:
+    """Nothing is found for it that it does not name; the others are served as before."""
+    keys = write_keys(tmp_path / "keys.yaml", {"acme": {}, "beta": {"has_selection": False}})
+    gateway = await start_town(
+        start_replica, start_gateway, town, redis_url, tenants=TenantSettings(keys_file=keys)
+    )
+    acme, beta = gateway.as_caller(ACME_KEY), gateway.as_caller(BETA_KEY)
+    await has_index(acme)
+    assert found_in(await ask(acme, ASKS_LIBRARY)) == "library@1"
+    asked = await ask(beta, ASKS_LIBRARY)
+    assert (found_in(asked), asked.headers["x-cartridge-selection"]) == (None, "none")
+    body = chat_body(messages=[{"role": "user", "content": ASKS_LIBRARY}])
+    explained = await beta.post("/v1/cartridges/explain", body)
+    assert explained.json["selection"]["how"] == "none"
+
+
 async def test_the_dry_run_finds_the_same(
     start_replica: StartReplica, start_gateway: StartGateway, town: LocalStore, redis_url: str
 ) -> None:
