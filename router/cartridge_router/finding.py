@@ -189,9 +189,15 @@ class Finder:
         from cartridge_router.retrieval.search import search
 
         self._waiting[tenant] += 1
-        loop, size = asyncio.get_running_loop(), self.settings.max_cartridges
+        loop, library = asyncio.get_running_loop(), self._library
         try:
-            job = self._searchers.submit(search, index, question, max_size=size)
+            job = self._searchers.submit(
+                search,
+                index,
+                question,
+                max_size=self.settings.max_cartridges,
+                reranker=None if library is None else library.reranker,
+            )
             try:
                 return await asyncio.wrap_future(job, loop=loop)
             finally:
@@ -314,11 +320,12 @@ class Finder:
         from cartridge_router.shelves import Shelves
 
         if self._library is None:
-            folder = self.settings.index_dir
+            folder, reranker = self.settings.index_dir, self.settings.reranker
             self._library = Shelves(
                 self._catalog,
                 embedder=self.settings.embedder,
                 folder=None if folder is None else Path(folder),
+                reranker=None if reranker is None else Path(reranker),
             )
         return self._library
 

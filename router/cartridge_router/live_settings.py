@@ -28,7 +28,12 @@ NEEDS_RESTART: Final = frozenset(
     | {f"engines.{name}" for name in ("ca_file", "cert_file", "key_file", "api_key_file")}
     | {f"admin.{name}" for name in ("host", "port", "token_file")}
     | {f"fleet.{name}" for name in ("file", "file_poll_s", "dns", "dns_refresh_s")}
-    | {"fleet.from_registrations", "selection.embedder", "selection.index_dir"}
+    | {
+        "fleet.from_registrations",
+        "selection.embedder",
+        "selection.index_dir",
+        "selection.reranker",
+    }
     | {
         f"fleet.kubernetes.{name}"
         for name in ("service", "namespace", "port_name", "scheme", "kubeconfig")

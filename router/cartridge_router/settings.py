@@ -153,6 +153,9 @@ class SelectionSettings(_Section, frozen=True, kw_only=True):
     """A search that takes longer finds nothing."""
     embedder: str = "minilm-int8"
     """Or the folder of a model that sentence-transformers reads."""
+    reranker: str | None = None
+    """Folder of a cross-encoder that orders the first candidates anew; takes longer than
+    `deadline_ms` is for."""
     index_dir: str | None = None
     """Folder in which vectors and what `index calibrate` has learned outlive the process."""
     max_audiences: Annotated[int, msgspec.Meta(ge=1)] = 64

@@ -26,6 +26,7 @@ from cartridge_router.retrieval.embedders import (
 from cartridge_router.retrieval.errors import DamagedIndex, ForeignIndex
 from cartridge_router.retrieval.index import Index
 from cartridge_router.retrieval.passages import content_digest
+from cartridge_router.retrieval.rerankers import CrossEncoderReranker
 from cartridge_router.retrieval.storage import (
     CALIBRATION,
     CURRENT,
@@ -46,10 +47,18 @@ class Shelves:
     Args:
         catalog: whose texts are read.
         embedder: `minilm-int8`, or the folder of a model for sentence-transformers.
+        reranker: the folder of a cross-encoder; `None` = none.
         folder: where indexes lie; `None` = nowhere.
     """
 
-    def __init__(self, catalog: Catalog, *, embedder: str, folder: Path | None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        embedder: str,
+        folder: Path | None,
+        reranker: Path | None = None,
+    ) -> None:
         self._catalog = catalog
         self._folder = folder
         self._prepared: dict[str, PreparedDocument] = {}
@@ -58,6 +67,7 @@ class Shelves:
             if embedder == DEFAULT_EMBEDDER
             else SentenceTransformersEmbedder(Path(embedder))
         )
+        self.reranker = None if reranker is None else CrossEncoderReranker(reranker)
 
     def make(
         self, tenant: str, convention: ConventionKind, cartridges: Sequence[Cartridge]

@@ -7,7 +7,7 @@ other documents, so that what is prepared once serves every index the document i
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from cartridge_router.retrieval.names import Phrase, names_of
 from cartridge_router.retrieval.passages import content_digest, is_list, split_passages
 from cartridge_router.retrieval.periods import Period, read_period
 from cartridge_router.retrieval.words import fold_words, terms_of
+
+_passages_of = lru_cache(256)(split_passages)
+"""Of the texts asked for last: a text is in memory anyway, its passages are as much again."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Document:
     @property
     def passages(self) -> tuple[str, ...]:
         """At least one: a document without text is found by its card."""
-        return split_passages(self.text or "") or (self.card,)
+        return _passages_of(self.text or "") or (self.card,)
 
     @cached_property
     def digest(self) -> str:

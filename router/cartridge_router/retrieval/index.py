@@ -254,6 +254,13 @@ class Index:
         """BM25 of each document's best passage."""
         return np.maximum.reduceat(question.passages, self.starts)
 
+    def best_passage(self, question: Question, number: int) -> int:
+        """Which passage of a document is most like a question: by vectors, else by words."""
+        rows = slice(self.starts[number], self.starts[number] + self.lengths[number])
+        if question.vector is None:
+            return int(question.passages[rows].argmax())
+        return int((self.vectors.rows[rows] @ question.vector).argmax())
+
     def candidates(self, question: Question, per_document: Scores) -> Numbers:
         """Documents worth scoring: the best of each way of looking."""
         numbers: set[int] = set()
