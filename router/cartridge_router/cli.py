@@ -26,6 +26,7 @@ from cartridge_proto.redis_users import (
 )
 from cartridge_proto.stores import Store, StoreError, open_store
 from cartridge_proto.stores.copying import Copied, copy_artifact
+from cartridge_router.card_commands import set_cards, suggest
 from cartridge_router.errors import ConfigurationError, NotDone
 from cartridge_router.settings import load_settings, residency_key, settings_schema
 
@@ -227,6 +228,21 @@ def _add_index(top: Any) -> None:
     group = _group(top, "index", "indexes for selection")
     _add(group, "build", "make an index, or bring it up to date", configure, _build_index)
     _add(group, "calibrate", "learn when to select, and what", configure_learning, _learn_index)
+
+    def configure_drafts(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--store", required=True, help="store folder or URL")
+        add("--url", required=True, help="a gateway: http(s)://host:port (key: OPENAI_API_KEY)")
+        add("--model", required=True, help="who drafts: the model that the Cartridges are for")
+        add("--cartridge", action="append", help="name@version; may be repeated; default: all")
+        add("--out", type=Path, help="file (YAML); default: print")
+
+    def configure_cards(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--store", required=True, help="store folder or URL")
+        parser.add_argument("file", type=Path, help="as suggest-cards writes it")
+
+    _add(group, "suggest-cards", "draft cards with the model", configure_drafts, suggest)
+    _add(group, "set-cards", "give Cartridges the cards of a file", configure_cards, set_cards)
 
 
 def _build_index(args: argparse.Namespace) -> int:
