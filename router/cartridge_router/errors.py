@@ -2,6 +2,7 @@
 
 RouterError
 ├── InvalidRequest            400  malformed, or asks for what Cartridges cannot do
+│   └── UnsupportedByEngine   400  the engine cannot, with these Cartridges
 ├── InvalidApiKey             401  no key, an unknown one, or one of no tenant: WWW-Authenticate
 ├── InvalidAdminToken         401  for operators: WWW-Authenticate
 ├── UnknownModel              404
@@ -94,6 +95,10 @@ class InvalidAdminToken(RouterError):
     openai_type = "invalid_request_error"
     code = "invalid_admin_token"
     headers = MappingProxyType({HEADER_CHALLENGE: "Bearer"})
+
+
+class UnsupportedByEngine(InvalidRequest):
+    """The engine cannot do exactly what the request asks for, with these Cartridges."""
 
 
 class UnknownModel(RouterError):
