@@ -25,6 +25,12 @@ Both predictions are of one fleet at one moment, so most of their errors is comm
 cancels; and most requests are far from the border. Chosen by runs of the simulator
 (docs/simulator.md, "Falling back to the text").
 """
+DEFAULT_QUEUE_SHARE: Final = 0.1
+"""A text is taken as sooner while the queue before it is at most this share of what it adds.
+
+Without that bound texts collapse a fleet: each is sooner for its own request and many times the
+work for all behind it, and where all are late nothing is sooner by being loaded.
+"""
 MAX_MARGIN: Final = 0.5
 """A fallback that takes twice as long is never taken, whatever was learned."""
 
@@ -63,19 +69,29 @@ class Comparison:
     attached_s: float
     fallback_s: float
     margin: float
+    shared_s: float = 0.0
+    """Of both, waiting for others: a margin of it would speak for neither."""
+    is_busy: bool = False
+    """Others wait where the text would be prefilled, and would wait longer."""
 
     @property
     def is_attached(self) -> bool:
         """Whether the Cartridges are taken."""
-        return self.attached_s <= self.fallback_s * (1.0 - self.margin)
+        own_s = self.fallback_s - self.shared_s
+        return self.is_busy or self.attached_s - self.shared_s <= own_s * (1.0 - self.margin)
 
 
 class NeverWorse:
     """Compares for one fleet, and learns from what came of it."""
 
     def __init__(
-        self, spread: float = DEFAULT_SPREAD, *, num_deviations: float = NUM_DEVIATIONS
+        self,
+        spread: float = DEFAULT_SPREAD,
+        *,
+        num_deviations: float = NUM_DEVIATIONS,
+        queue_share: float = DEFAULT_QUEUE_SHARE,
     ) -> None:
+        self.queue_share = queue_share
         self.attached = Residuals(spread)
         self.fallback = Residuals(spread)
         self._num_deviations = num_deviations
@@ -95,7 +111,15 @@ class NeverWorse:
 
     def compare(self, attached: Decision, fallback: Decision) -> Comparison:
         """Both decisions were made on one view, of demands that `fallback_demand` relates."""
-        return Comparison(attached.best.total_s, fallback.best.total_s, self.margin)
+        waits_s = [decision.best.seconds("queue") for decision in (attached, fallback)]
+        added_s = fallback.best.seconds("prefill") - attached.best.seconds("prefill")
+        return Comparison(
+            attached.best.total_s,
+            fallback.best.total_s,
+            self.margin,
+            shared_s=min(waits_s),
+            is_busy=waits_s[1] > self.queue_share * max(0.0, added_s),
+        )
 
 
 def fallback_demand(demand: Demand, num_text_tokens: int) -> Demand:

@@ -177,6 +177,7 @@ class Placer:
         if rates != self._fleet.rates:
             self._fleet.set_rates(rates)
         self._default = settings.policy
+        self._never_worse.queue_share = settings.text_queue_share
 
     def place(
         self,

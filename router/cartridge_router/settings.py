@@ -17,7 +17,7 @@ import msgspec
 import yaml
 
 from cartridge_policies import POLICIES
-from cartridge_policies.never_worse import DEFAULT_SPREAD
+from cartridge_policies.never_worse import DEFAULT_QUEUE_SHARE, DEFAULT_SPREAD
 from cartridge_proto.composition import OnMiss
 from cartridge_proto.manifest import DEFAULT_INSTRUCTION
 from cartridge_proto.names import (
@@ -113,6 +113,9 @@ class PlacementSettings(_Section, frozen=True, kw_only=True):
     prediction_spread: Annotated[float, msgspec.Meta(ge=0, le=2)] = DEFAULT_SPREAD
     """How far predictions are thought to be off before any was compared, as a share: attaching
     Cartridges must save that much more than their texts would (`cartridges.on_miss`)."""
+    text_queue_share: Annotated[float, msgspec.Meta(ge=0)] = DEFAULT_QUEUE_SHARE
+    """Texts that are sooner than their Cartridges are taken while the queue before them is at most
+    this share of the prefill they add; more lets texts keep others waiting."""
     learn_rates: bool = True
     """Learn from first tokens and receipts; the rates above are where that begins."""
 

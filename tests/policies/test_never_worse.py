@@ -28,6 +28,13 @@ def decision_of(total_s: float) -> Decision:
     return Decision([Candidate(ReplicaId("r"), (CostTerm("all", total_s),), ())], "load")
 
 
+def queued(queue_s: float, load_s: float, prefill_s: float) -> Decision:
+    """One with terms."""
+    terms = (("queue", queue_s), ("load", load_s), ("prefill", prefill_s))
+    candidate = Candidate(ReplicaId("r"), tuple(CostTerm(*term) for term in terms), ())
+    return Decision([candidate], "load")
+
+
 def learned(*ratios: float, count: int = 200) -> Residuals:
     """What such residuals lead to, over and over."""
     residuals = Residuals()
@@ -103,7 +110,8 @@ def test_it_is_deterministic_and_leaves_everything_as_it_was(
     one = NeverWorse()
     first = one.compare(attached, fallback)
     assert one.compare(attached, fallback) == first == NeverWorse().compare(attached, fallback)
-    assert first == Comparison(attached.best.total_s, fallback.best.total_s, one.margin)
+    found = (first.attached_s, first.fallback_s, first.margin)
+    assert found == (attached.best.total_s, fallback.best.total_s, one.margin)
 
 
 @given(num_in_flight=st.integers(0, 5), spread=st.floats(0.0, 1.0))
@@ -119,6 +127,26 @@ def test_a_cartridge_in_hbm_beats_prefilling_a_long_text(num_in_flight: int, spr
     assert isinstance(fallback, Decision)
     assert attached.best.replica == "r0"
     assert NeverWorse(spread).compare(attached, fallback).is_attached
+
+
+@given(queue_s=st.floats(0, 100), load_s=st.floats(0, 2))
+def test_what_both_wait_for_is_left_out_of_the_margin(queue_s: float, load_s: float) -> None:
+    """However long the queue is: the load is held against the prefill that it saves."""
+    policy = NeverWorse(queue_share=math.inf)
+    idle = policy.compare(queued(0.0, load_s, 0.1), queued(0.0, 0.0, 1.1))
+    busy = policy.compare(queued(queue_s, load_s, 0.1), queued(queue_s, 0.0, 1.1))
+    if abs(load_s + 0.1 - 1.1 * (1 - policy.margin)) > 1e-9:
+        assert busy.is_attached is idle.is_attached
+
+
+def test_a_text_keeps_nobody_waiting() -> None:
+    """Sooner by far, but others wait there: it is taken only while they are few."""
+    for queue_s, is_attached in ((0.0, False), (0.09, False), (0.11, True), (5.0, True)):
+        attached, text = queued(queue_s, 10.0, 0.1), queued(queue_s, 0.0, 1.1)
+        assert NeverWorse().compare(attached, text).is_attached is is_attached
+        assert not NeverWorse(queue_share=math.inf).compare(attached, text).is_attached
+    # What adds no prefill keeps nobody waiting longer, and is no gain either.
+    assert NeverWorse().compare(queued(0.1, 0.0, 1.0), queued(0.1, 0.0, 1.0)).is_attached
 
 
 def test_a_fallback_has_the_text_instead_of_the_artifacts() -> None:
