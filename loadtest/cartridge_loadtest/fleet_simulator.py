@@ -315,14 +315,18 @@ class _Run:
             course.booking.note_first_token(self._clock.now_s)
         self._ttft_s[course.index] = self._clock.now_s - course.came_s
         self._fell_back[course.index] = course.is_text
-        never_worse = course.gateway.never_worse
-        if course.is_text or visit.request.cartridges:
-            if never_worse is not None and visit.request.is_streamed:
-                kind = never_worse.fallback if course.is_text else never_worse.attached
-                kind.note(course.predicted_s, self._clock.now_s - visit.came_s)
+        self._learn(course, visit)
         if visit.request.cartridges:
             self._plain_s[course.index] = visit.came_s - course.came_s + visit.plain_s
         self._hits.update(visit.held.values())
+
+    def _learn(self, course: _Course, visit: Visit) -> None:
+        """A gateway compares what it predicted with the first token that it sees."""
+        never_worse = course.gateway.never_worse
+        is_either = course.is_text or bool(visit.request.cartridges)
+        if never_worse is not None and is_either and visit.request.is_streamed:
+            kind = never_worse.fallback if course.is_text else never_worse.attached
+            kind.note(course.predicted_s, self._clock.now_s - visit.came_s)
 
     def _ended(self, course: _Course) -> None:
         if course.booking is not None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from cartridge_policies.cartridge_aware import CartridgeAware
 from cartridge_policies.never_worse import (
     MAX_MARGIN,
-    Comparison,
     NeverWorse,
     Residuals,
     fallback_demand,

@@ -3,6 +3,7 @@
 Simulated replicas with real receipts, or stubs; whole gateways, real sockets.
 """
 
+import asyncio
 import json
 import logging
 from pathlib import Path
@@ -234,6 +235,36 @@ async def test_equal_replicas_take_turns_with_texts_too(
     assert all(has_gone_by_text(reply, "predicted") for reply in replies)
     told = [reply.headers["x-cartridge-replica"] for reply in replies]
     assert sorted(told) == ["sim-0", "sim-0", "sim-1", "sim-1"]
+
+
+@pytest.mark.parametrize(("text_queue_share", "is_text"), [(0.1, False), (1e9, True)])
+async def test_a_text_that_is_sooner_keeps_nobody_waiting(
+    text_queue_share: float,
+    is_text: bool,
+    start_replica: StartReplica,
+    start_gateway: StartGateway,
+    store: LocalStore,
+    redis_url: str,
+) -> None:
+    """While others wait for their first token there, the Cartridge is loaded beside them."""
+    put_document(store, num_tokens=SMALL)
+    settings = PlacementSettings(learn_rates=False, text_queue_share=text_queue_share)
+    gateway, client = await start(
+        start_replica, start_gateway, store, redis_url, placement=settings
+    )
+    client.replica.faults = Faults(hang=True)
+    # What the oldest was predicted to take passes; those behind it wait for it.
+    waiting = [asyncio.create_task(gateway.post(CHAT, chat_body(stream=True))) for _ in range(2)]
+    try:
+        await gateway.has_metric("cartridge_router_in_flight", 2)
+        body = chat_body(cartridge_ids=[ALIAS])
+        shown = (await gateway.post("/v1/cartridges/explain", body, PREFILL)).json["fallback"]
+        assert shown["with_text_s"] < shown["with_cartridges_s"]
+        assert (shown["instead"] is not None) is is_text
+    finally:
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 # --- cannot be had -------------------------------------------------------------------------------
