@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
-from cartridge_proto.stores import StoreError
+from cartridge_proto.stores import StoreError, StoreUnavailable
 from cartridge_router.catalog import Cartridge, Catalog
 from cartridge_router.settings import CartridgeSettings
 
@@ -71,18 +71,29 @@ class Texts:
                 return self._texts[digest]
             if self._absent.get(digest, 0.0) > time.monotonic():
                 return None
-            text = await self._read(cartridge)
+            try:
+                text = await self._read(cartridge)
+            except StoreUnavailable as error:
+                logger.warning("no text of %s for now: %s", cartridge.manifest.alias, error)
+                return None
             self._keep(digest, text)
             return text
 
     async def _read(self, cartridge: Cartridge) -> _Text | None:
+        """One that is damaged or too large is as good as none.
+
+        Raises:
+            StoreUnavailable: the store is away, and may be back for the next request.
+        """
         job = self._readers.submit(
             self._catalog.read_text, cartridge.manifest, self.settings.max_text_bytes
         )
         try:
             text = await asyncio.wrap_future(job)
             return None if text is None else _Text(text, len(text.encode()))
-        except StoreError as error:
+        except StoreUnavailable:
+            raise
+        except (StoreError, OSError) as error:
             logger.warning("no text of %s: %s", cartridge.manifest.alias, error)
             return None
         finally:

@@ -124,7 +124,10 @@ async def test_a_slow_store_is_not_waited_for(store: LocalStore, catalog: Counti
 async def test_a_store_that_is_away_is_no_error(
     store: LocalStore, catalog: CountingCatalog
 ) -> None:
-    """There is no text then."""
-    catalog.is_away = True
+    """There is no text then, and there is one as soon as it is back."""
+    one = cartridge_of(store, "one")
     with texts_of(catalog) as texts:
-        assert await texts.read([cartridge_of(store, "one")]) is None
+        catalog.is_away = True
+        assert await texts.read([one]) is None
+        catalog.is_away = False
+        assert await texts.read([one]) == ("one",)
