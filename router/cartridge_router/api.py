@@ -383,7 +383,8 @@ class Api:
         if not selection.cartridges:
             return None
         is_found = selection.how is SelectedBy.SEMANTIC
-        on_miss = self._on_miss(asked.steering) if isinstance(error, MISSES) else OnMiss.FAIL
+        is_miss = isinstance(error, MISSES) or error.is_from_receipt
+        on_miss = self._on_miss(asked.steering) if is_miss else OnMiss.FAIL
         if on_miss is OnMiss.PREFILL and asked.response_id is None:
             other = await self._with_texts(asked.parsed, selection)
             if other is not None and other.parsed is not None:

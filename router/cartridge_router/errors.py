@@ -2,7 +2,6 @@
 
 RouterError
 ├── InvalidRequest            400  malformed, or asks for what Cartridges cannot do
-│   └── UnsupportedByEngine   400  the engine cannot, with these Cartridges
 ├── InvalidApiKey             401  no key, an unknown one, or one of no tenant: WWW-Authenticate
 ├── InvalidAdminToken         401  for operators: WWW-Authenticate
 ├── UnknownModel              404
@@ -64,6 +63,8 @@ class RouterError(Exception):
     code: ClassVar[str] = "internal_error"
     retry_after_s: int | None = None
     headers: Mapping[str, str] = MappingProxyType({})
+    is_from_receipt: bool = False
+    """An engine said so of the Cartridges; without them the request may be answered."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -95,10 +96,6 @@ class InvalidAdminToken(RouterError):
     openai_type = "invalid_request_error"
     code = "invalid_admin_token"
     headers = MappingProxyType({HEADER_CHALLENGE: "Bearer"})
-
-
-class UnsupportedByEngine(InvalidRequest):
-    """The engine cannot do exactly what the request asks for, with these Cartridges."""
 
 
 class UnknownModel(RouterError):

@@ -44,9 +44,9 @@ from cartridge_router.errors import (
     DeadlineExceeded,
     GatewayEnding,
     IncompatibleCartridge,
+    InvalidRequest,
     ResponseUnavailable,
     RouterError,
-    UnsupportedByEngine,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -96,7 +96,7 @@ _ERROR_OF_REASON: Final[dict[FailureReason, type[RouterError]]] = {
     FailureReason.INCOMPATIBLE: IncompatibleCartridge,
     FailureReason.QUARANTINED: IncompatibleCartridge,
     FailureReason.CONTEXT_LENGTH: ContextTooLong,
-    FailureReason.UNSUPPORTED: UnsupportedByEngine,
+    FailureReason.UNSUPPORTED: InvalidRequest,
 }
 
 
@@ -653,11 +653,12 @@ class Forwarder:
         receipt = await self._receipts.wait(outgoing.request_id, replica, self._receipt_wait_s)
         if receipt is None or receipt.status is not ReceiptStatus.FAILED or receipt.reason is None:
             return
-        error = _ERROR_OF_REASON.get(receipt.reason, CartridgeNotServed)
         text = f"{replica} did not serve the Cartridges: {receipt.reason}: {receipt.detail}"
+        error = _ERROR_OF_REASON.get(receipt.reason, CartridgeNotServed)(text)
+        error.is_from_receipt = True
         if receipt.reason in _ITS_OWN:
-            raise _Failed(text, error(text))
-        raise error(text)
+            raise _Failed(text, error)
+        raise error
 
 
 def _head_reader(outgoing: Outgoing, replica: ReplicaId, *, is_stream: bool) -> HeadReader | None:

@@ -34,7 +34,6 @@ from cartridge_router.errors import (
     ResponseUnavailable,
     RouterError,
     UnknownModel,
-    UnsupportedByEngine,
 )
 from cartridge_router.fleet import Fleet, Replica, ServedModel
 from cartridge_router.request import ParsedRequest
@@ -48,10 +47,7 @@ SOONER: Final = "sooner"
 """Why texts stand in where the Cartridges could be had too."""
 
 
-MISSES: Final = (
-    *(IncompatibleCartridge, ContextTooLong, NoEligibleReplica),
-    *(CartridgeNotServed, UnsupportedByEngine),
-)
+MISSES: Final = (IncompatibleCartridge, ContextTooLong, NoEligibleReplica, CartridgeNotServed)
 """Why Cartridges cannot be had; the request may do without them."""
 
 

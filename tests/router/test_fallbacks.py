@@ -15,7 +15,7 @@ from aiohttp import web
 
 from cartridge_loadtest.faults import Faults
 from cartridge_proto.digest import sha256_digest
-from cartridge_proto.manifest import DEFAULT_INSTRUCTION, ConventionKind, Manifest
+from cartridge_proto.manifest import DEFAULT_INSTRUCTION, ConventionKind, Manifest, Rotation
 from cartridge_proto.stores import LocalStore
 from cartridge_router.settings import CartridgeSettings, PlacementSettings, TenantSettings
 from tests.loadtest.cartridge_requests import chat_body
@@ -311,6 +311,19 @@ async def test_a_load_over_its_deadline_leads_to_the_text(
         engine={"load_s": 5.0},
     )
     assert has_gone_by_text(await ask(gateway, PREFILL), "cartridge_not_served)")
+    assert bodies_of(client)[-1]["messages"][0]["content"] == FRAMED
+
+
+async def test_what_the_engine_does_not_support_leads_to_the_text(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """Keys from before rotation: a 400 as before, but with texts an answer."""
+    rope = msgspec.structs.replace(put_document(store).rope, stored_keys=Rotation.PRE)
+    put_document(store, num_tokens=LARGE, rope=rope)
+    gateway, client = await start(start_replica, start_gateway, store, redis_url)
+    failed = await ask(gateway)
+    assert (failed.status, failed.error["code"]) == (400, "invalid_request")
+    assert has_gone_by_text(await ask(gateway, PREFILL), "invalid_request)")
     assert bodies_of(client)[-1]["messages"][0]["content"] == FRAMED
 
 
