@@ -27,6 +27,7 @@ from cartridge_kernels.scaled_values import dequantise_values
 from cartridge_proto.codecs import CODECS
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import (
+    DEFAULT_INSTRUCTION,
     Access,
     Adapter,
     Card,
@@ -39,7 +40,6 @@ from cartridge_proto.manifest import (
 )
 from cartridge_proto.stores import Store
 
-DEFAULT_INSTRUCTION = "Answer the question from this document.\n\n{document}"
 PROBE_QUESTION = "What is this about?"
 NUM_PROBE_STEPS = 4
 NUM_PROBE_TOP = 5

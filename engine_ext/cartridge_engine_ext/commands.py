@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cartridge_proto.codecs import CODECS, CodecUnavailable
-from cartridge_proto.manifest import ConventionKind
+from cartridge_proto.manifest import DEFAULT_INSTRUCTION, ConventionKind
 from cartridge_proto.stores import StoreError, open_store
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class BuildCommand:
             return 2
         import transformers
 
-        from cartridge_engine_ext.build import DEFAULT_INSTRUCTION, DTYPES, Builder, Source
+        from cartridge_engine_ext.build import DTYPES, Builder, Source
         from cartridge_engine_ext.errors import ConfigurationError
 
         transformers.logging.disable_progress_bar()

@@ -20,6 +20,7 @@ from cartridge_loadtest.shared_link import SharedLink
 from cartridge_loadtest.workloads import FleetRequest, Workload, scaled
 from cartridge_policies import POLICIES
 from cartridge_policies.loads import Load
+from cartridge_policies.never_worse import NeverWorse
 from cartridge_policies.rates import ReplicaRates
 from cartridge_policies.types import Demand, PlacementPolicy, Refusal
 from cartridge_proto.digest import Digest
@@ -63,6 +64,8 @@ class FleetSettings:
     """The same for the number of live tokens of a request."""
     copy_s_per_byte: float = 0.0
     slot_s: float = 1.0
+    with_fallback: bool = False
+    """Gateways take texts where they predict them to be sooner (`never_worse.py`)."""
     max_in_flight: int | None = None
     max_tries: int = 3
     failures: tuple[Failure, ...] = ()
@@ -79,7 +82,10 @@ class Outcome:
     ttft_s: Floats
     """NaN where no first token came."""
     plain_s: Floats
-    """The same, had the request gone to the same replica without Cartridges."""
+    """The same, had the request gone to the same replica without Cartridges; NaN where it did, or
+    has none."""
+    fell_back: NDArray[np.bool_]
+    """Went with the text in the place of its Cartridges."""
     end_s: Floats
     replica: NDArray[np.intp]
     """-1 where it was refused."""
@@ -102,7 +108,10 @@ class Outcome:
 
     @property
     def regret(self) -> Floats:
-        """By which share first tokens came later than without Cartridges; 0 where they did not."""
+        """By which share first tokens came later than without Cartridges.
+
+        0 where they did not, and for requests that had no Cartridges, or took the text instead.
+        """
         later: Floats = np.maximum(0.0, self.ttft_s / self.plain_s - 1.0)
         return np.nan_to_num(later)
 
@@ -136,11 +145,15 @@ def at_utilisation(
 class _Course:
     """One request on its way through gateway and replicas."""
 
-    __slots__ = ("booking", "came_s", "demand", "gateway", "has_first", "index", "tried", "visit")
+    __slots__ = (
+        *("booking", "came_s", "demand", "gateway", "has_first", "index"),
+        *("is_text", "predicted_s", "tried", "visit"),
+    )
 
     def __init__(self, index: int, demand: Demand, gateway: GatewayModel, came_s: float) -> None:
         self.index, self.demand, self.gateway, self.came_s = index, demand, gateway, came_s
-        self.has_first = False
+        self.has_first = self.is_text = False
+        self.predicted_s = 0.0
         self.tried: tuple[ReplicaId, ...] = ()
         self.booking: Booking | None = None
         self.visit: Visit | None = None
@@ -175,6 +188,7 @@ class _Run:
                 rates,
                 max_in_flight=settings.max_in_flight,
                 first_tick=index * 7919,
+                never_worse=NeverWorse() if settings.with_fallback else None,
             )
             for index in range(settings.num_gateways)
         ]
@@ -183,6 +197,7 @@ class _Run:
         self._gateway_of = chance.integers(settings.num_gateways, size=count)
         self._ttft_s = np.full(count, np.nan)
         self._plain_s = np.full(count, np.nan)
+        self._fell_back = np.zeros(count, dtype=bool)
         self._end_s = np.full(count, np.nan)
         self._replica = np.full(count, -1, dtype=np.intp)
         self._num_ends = np.zeros(count, dtype=np.intp)
@@ -223,6 +238,7 @@ class _Run:
             settings=self._settings,
             ttft_s=self._ttft_s,
             plain_s=self._plain_s,
+            fell_back=self._fell_back,
             end_s=self._end_s,
             replica=self._replica,
             num_ends=self._num_ends,
@@ -267,15 +283,19 @@ class _Run:
 
     def _place(self, course: _Course, request: FleetRequest) -> None:
         now_s = self._clock.now_s
-        decision = course.gateway.decide(course.demand, now_s, without=course.tried)
+        demand, decision = course.gateway.choose(course.demand, now_s, without=course.tried)
         if isinstance(decision, Refusal):
             self._num_refused += 1
             self._finish(course)
             return
         name = decision.best.replica
         course.booking = course.gateway.book(
-            course.demand, decision, now_s, is_streamed=request.is_streamed
+            demand, decision, now_s, is_streamed=request.is_streamed
         )
+        course.is_text, course.predicted_s = demand is not course.demand, decision.best.total_s
+        if course.is_text:
+            num_tokens = request.num_live_tokens + request.num_virtual_tokens
+            request = replace(request, cartridges=(), num_live_tokens=num_tokens)
         course.visit = Visit(
             request,
             now_s,
@@ -294,8 +314,19 @@ class _Run:
         if visit.request.is_streamed:
             course.booking.note_first_token(self._clock.now_s)
         self._ttft_s[course.index] = self._clock.now_s - course.came_s
-        self._plain_s[course.index] = visit.came_s - course.came_s + visit.plain_s
+        self._fell_back[course.index] = course.is_text
+        self._learn(course, visit)
+        if visit.request.cartridges:
+            self._plain_s[course.index] = visit.came_s - course.came_s + visit.plain_s
         self._hits.update(visit.held.values())
+
+    def _learn(self, course: _Course, visit: Visit) -> None:
+        """A gateway compares what it predicted with the first token that it sees."""
+        never_worse = course.gateway.never_worse
+        is_either = course.is_text or bool(visit.request.cartridges)
+        if never_worse is not None and is_either and visit.request.is_streamed:
+            kind = never_worse.fallback if course.is_text else never_worse.attached
+            kind.note(course.predicted_s, self._clock.now_s - visit.came_s)
 
     def _ended(self, course: _Course) -> None:
         if course.booking is not None:

@@ -10,6 +10,7 @@ from typing import Final
 
 from cartridge_policies.history import RouteHistory
 from cartridge_policies.loads import IDLE, Booking, Load, LoadTable, Rows
+from cartridge_policies.never_worse import NeverWorse, fallback_demand
 from cartridge_policies.rates import ReplicaRates
 from cartridge_policies.types import (
     ClusterView,
@@ -77,8 +78,11 @@ class GatewayModel:
         *,
         max_in_flight: int | None = None,
         first_tick: int = 0,
+        never_worse: NeverWorse | None = None,
     ) -> None:
+        """`never_worse`: chooses between Cartridges and texts; `None` = Cartridges always."""
         self.loads = LoadTable()
+        self.never_worse = never_worse
         self._policy, self._map, self._rates = policy, residency, rates
         self._history = RouteHistory()
         self._max_in_flight = max_in_flight
@@ -95,6 +99,16 @@ class GatewayModel:
         self, demand: Demand, now_s: float, *, without: Sequence[ReplicaId] = ()
     ) -> Decision | Refusal:
         """What the policy says of this request now, leaving some replicas alone."""
+        _, decision = self.choose(demand, now_s, without=without)
+        return decision
+
+    def choose(
+        self, demand: Demand, now_s: float, *, without: Sequence[ReplicaId] = ()
+    ) -> tuple[Demand, Decision | Refusal]:
+        """The same, and of what: of the request, or of one with texts where that is sooner.
+
+        A text has as many tokens as its Cartridge.
+        """
         self._map.catch_up(now_s)
         view = ClusterView(
             loads=self.loads,
@@ -107,7 +121,16 @@ class GatewayModel:
             max_in_flight=self._max_in_flight,
         )
         self._tick += 1
-        return self._policy.decide(demand, view)
+        decision = self._policy.decide(demand, view)
+        if self.never_worse is None or not demand.artifacts or isinstance(decision, Refusal):
+            return demand, decision
+        other = fallback_demand(demand, demand.num_virtual_tokens)
+        by_text = self._policy.decide(other, view)
+        if isinstance(by_text, Decision):
+            compared = self.never_worse.compare(decision, by_text)
+            if not compared.is_attached:
+                return other, by_text
+        return demand, decision
 
     def book(
         self, demand: Demand, decision: Decision, now_s: float, *, is_streamed: bool

@@ -109,6 +109,10 @@ class Candidate:
         """Where the last of the artifacts comes from; `None` without any."""
         return max(self.tiers, key=TIERS_FASTEST_FIRST.index, default=None)
 
+    def seconds(self, name: str) -> float:
+        """One term; 0 where there is none of that name."""
+        return sum(term.seconds for term in self.terms if term.name == name)
+
     @property
     def total_s(self) -> float:
         """Predicted seconds to the first token."""

@@ -270,6 +270,13 @@ class Card(_Part, frozen=True, kw_only=True):
     language: Annotated[str, msgspec.Meta(pattern=r"^[a-z]{2,3}(-[A-Za-z0-9]{1,8})*" + END)]
 
 
+DEFAULT_INSTRUCTION = "Answer the question from this document.\n\n{document}"
+"""What `cartridge build` makes a system turn of, unless it is told otherwise.
+
+A manifest does not say: whoever puts the text into a chat must know it from elsewhere.
+"""
+
+
 class PromptConvention(_Part, frozen=True, kw_only=True):
     """What the prefix stands for, so that the live prompt can be rendered without it."""
 

@@ -24,6 +24,7 @@ from opentelemetry.trace import Span, Tracer
 
 from cartridge_policies.types import Candidate
 from cartridge_proto import names
+from cartridge_proto.composition import OnMiss
 from cartridge_proto.residency import ReplicaId
 from cartridge_router.admission import Admission, Ticket
 from cartridge_router.catalog import Catalog
@@ -54,7 +55,7 @@ from cartridge_router.live_settings import LiveSettings
 from cartridge_router.logs import REQUEST_ID
 from cartridge_router.observations import Observations
 from cartridge_router.openapi import DESCRIPTION
-from cartridge_router.placement import Placement, Placer
+from cartridge_router.placement import MISSES, Instead, Placement, Placer, StandIn
 from cartridge_router.prefix_salts import SALTED_PATHS, PrefixSalts
 from cartridge_router.receipts import ReceiptBook
 from cartridge_router.request import (
@@ -73,6 +74,13 @@ from cartridge_router.siblings import Siblings
 from cartridge_router.steering import Steering, read_steering
 from cartridge_router.telemetry import Metrics, current_traceparent, merged, span_of
 from cartridge_router.tenants import Tenant, Tenants
+from cartridge_router.text_prompts import (
+    can_take_texts,
+    num_text_tokens,
+    with_text_tokens,
+    with_texts,
+)
+from cartridge_router.texts import Texts
 
 _OUTSIDE_V1 = ("/tokenize", "/detokenize", "/pooling", "/classify")
 _RANKING = ("/score", "/rerank", "/v2/rerank")
@@ -114,6 +122,7 @@ class Services:
     fleet: Fleet
     selector: Selector
     finder: Finder
+    texts: Texts
     placer: Placer
     admission: Admission
     forwarder: Forwarder
@@ -157,6 +166,14 @@ class _Asked:
         if self.deadline_s is None:
             return limit_ms
         return min(limit_ms, max(1, int((self.deadline_s - time.monotonic()) * 1000)))
+
+
+@dataclass(frozen=True)
+class _OtherWay:
+    """A request with texts in the place of its Cartridges; no `parsed` before they were read."""
+
+    stand_in: StandIn
+    parsed: ParsedRequest | None
 
 
 @dataclass(frozen=True)
@@ -234,13 +251,14 @@ class Api:
                         request, asked, selection, _Told(exchange, logged, span, read_s)
                     )
                 except RouterError as error:
-                    if selection.how is not SelectedBy.SEMANTIC or isinstance(error, _OF_ALL):
+                    other = await self._without(asked, selection, error)
+                    if other is None:
                         raise
-                    # Nobody asked for them: the question is answered without.
                     logger.warning("request %s goes without Cartridges: %s", request_id, error)
-                    selection, exchange.headers = UNUSABLE, own_headers
+                    asked, selection, instead = other
+                    exchange.headers = own_headers
                     response = await self._place_and_forward(
-                        request, asked, selection, _Told(exchange, logged, span, read_s)
+                        request, asked, selection, _Told(exchange, logged, span, read_s), instead
                     )
                 status = response.status
             except RouterError as error:
@@ -271,14 +289,30 @@ class Api:
         )
 
     async def _place_and_forward(
-        self, request: web.Request, asked: "_Asked", selection: Selection, told: "_Told"
+        self,
+        request: web.Request,
+        asked: "_Asked",
+        selection: Selection,
+        told: "_Told",
+        instead: Instead | None = None,
     ) -> web.StreamResponse:
+        """`instead`: what it does already without the Cartridges that it was to have."""
         exchange, metrics = told.exchange, self._services.metrics
         holder = await self._find_holder(asked)
+        other = None
+        if asked.response_id is None:
+            other = await self._other_way(asked.parsed, asked.steering, selection)
         placement, queued_s = await self._services.admission.place(
-            _ticket(asked, selection, holder),
-            functools.partial(self._place, asked, selection, holder),
+            _ticket(asked, selection, holder, other),
+            functools.partial(self._place, asked, selection, holder, other),
         )
+        if placement.instead is not None and other is not None and other.parsed is not None:
+            asked = dataclasses.replace(asked, parsed=other.parsed)
+            selection = _emptied(selection)
+        elif instead is not None:
+            placement = dataclasses.replace(placement, instead=instead)
+        if placement.instead is not None:
+            metrics.fallbacks.labels(placement.instead.kind, placement.instead.why).inc()
         told.logged.place(placement, queued_s)
         _describe(told.span, asked.parsed, selection, placement)
         outgoing = self._outgoing(request, asked, selection, placement)
@@ -290,6 +324,80 @@ class Api:
         response = await self._services.forwarder.forward(request, outgoing, exchange)
         self._note_found(asked, outgoing, exchange, response.status)
         return response
+
+    # --- without Cartridges ----------------------------------------------------------------------
+    def _on_miss(self, steering: Steering) -> OnMiss:
+        return steering.on_miss or self._services.settings.cartridges.on_miss
+
+    async def _other_way(
+        self, parsed: ParsedRequest, steering: Steering, selection: Selection
+    ) -> _OtherWay | None:
+        """The texts that may stand in for the Cartridges of a request; `None` if none may.
+
+        They are read only if they would be taken as things are.
+        """
+        if (
+            not selection.cartridges
+            or self._on_miss(steering) is not OnMiss.PREFILL
+            or not can_take_texts(parsed)
+        ):
+            return None
+        manifests = [cartridge.manifest for cartridge in selection.cartridges]
+        at_least = sum(num_text_tokens(manifest, None) for manifest in manifests)
+        if not self._has_room(parsed, at_least):
+            return None
+        if self._services.placer.prefers_text(
+            parsed,
+            selection,
+            policy=steering.policy,
+            session=steering.session,
+            num_text_tokens=at_least,
+        ):
+            return await self._with_texts(parsed, selection)
+        return _OtherWay(StandIn(at_least, is_ready=False), None)
+
+    async def _with_texts(self, parsed: ParsedRequest, selection: Selection) -> _OtherWay | None:
+        """The same with the texts, if there are any, and they fit."""
+        texts = await self._services.texts.read(selection.cartridges)
+        if texts is None:
+            return None
+        instruction = self._services.settings.cartridges.text_instruction
+        pairs = zip(selection.cartridges, texts, strict=True)
+        num_tokens = sum(num_text_tokens(each.manifest, text) for each, text in pairs)
+        changed = with_texts(parsed, texts, instruction)
+        if changed is None or not self._has_room(parsed, num_tokens):
+            return None
+        stand_in = StandIn(num_tokens, is_ready=True)
+        return _OtherWay(stand_in, with_text_tokens(changed, num_tokens))
+
+    def _has_room(self, parsed: ParsedRequest, num_text_tokens: int) -> bool:
+        """Whether texts fit the context of every replica, with prompt and answer."""
+        limit = self._services.placer.context_limit(parsed.model)
+        answer = max(1, parsed.num_output_tokens // parsed.num_choices)
+        return limit is None or num_text_tokens + parsed.num_live_tokens + answer <= limit
+
+    async def _without(
+        self, asked: _Asked, selection: Selection, error: RouterError
+    ) -> tuple[_Asked, Selection, Instead | None] | None:
+        """How a request goes on whose Cartridges cannot be had; `None`: it fails.
+
+        Nothing has gone to the client: what fails later is no error of the gateway's.
+        """
+        if not selection.cartridges:
+            return None
+        is_found = selection.how is SelectedBy.SEMANTIC
+        is_miss = isinstance(error, MISSES) or error.is_from_receipt
+        on_miss = self._on_miss(asked.steering) if is_miss else OnMiss.FAIL
+        if on_miss is OnMiss.PREFILL and asked.response_id is None:
+            other = await self._with_texts(asked.parsed, selection)
+            if other is not None and other.parsed is not None:
+                asked = dataclasses.replace(asked, parsed=other.parsed)
+                return asked, _emptied(selection), Instead("text", error.code, error.code)
+        if on_miss is OnMiss.DROP and not is_found:
+            return asked, _emptied(selection), Instead("drop", error.code, error.code)
+        # Nobody asked for what was found: the question is answered without.
+        can_drop = is_found and not isinstance(error, _OF_ALL)
+        return (asked, UNUSABLE, None) if can_drop else None
 
     async def _read_body(self, request: web.Request) -> bytes:
         limit, clients = self._services.settings.max_body_bytes, self._services.settings.clients
@@ -352,7 +460,13 @@ class Api:
             replica = ReplicaId(exchange.headers[names.HEADER_REPLICA])
             self._services.responses.note(asked.response_id, asked.tenant.name, replica)
 
-    def _place(self, asked: "_Asked", selection: Selection, holder: ReplicaId | None) -> Placement:
+    def _place(
+        self,
+        asked: "_Asked",
+        selection: Selection,
+        holder: ReplicaId | None,
+        other: _OtherWay | None,
+    ) -> Placement:
         return self._services.placer.place(
             asked.parsed,
             selection,
@@ -360,6 +474,7 @@ class Api:
             session=asked.steering.session,
             must_ask_all=asked.response_id is not None,
             holder=holder,
+            stand_in=None if other is None else other.stand_in,
         )
 
     def _outgoing(
@@ -398,6 +513,10 @@ class Api:
             is_streamed=parsed.is_streamed,
             num_openers=DIALECTS[parsed.route].num_openers * parsed.num_choices,
             deadline_s=asked.deadline_s,
+            comparison=placement.comparison,
+            is_text=placement.instead is not None and placement.instead.kind == "text",
+            has_other_way=selection.composition is not None
+            and self._on_miss(asked.steering) is not OnMiss.FAIL,
             on_created=on_created,
         )
 
@@ -463,8 +582,9 @@ class Api:
             session=steering.session,
         )
         selection = await self._select(parsed, tenant, steering.session, is_dry=True)
+        other = await self._other_way(parsed, steering, selection)
         try:
-            placement = place(selection)
+            placement = place(selection, stand_in=None if other is None else other.stand_in)
         except RouterError as error:
             if selection.how is not SelectedBy.SEMANTIC or isinstance(error, _OF_ALL):
                 raise
@@ -491,6 +611,7 @@ class Api:
                     "map_age_s": placement.map_age_s,
                     "candidates": [_shown(c) for c in placement.decision.ranking],
                 },
+                "fallback": _shown_fallback(self._on_miss(steering), placement),
             }
         )
 
@@ -647,11 +768,29 @@ def _stored_id(request: web.Request) -> str | None:
     return match[1]
 
 
-def _ticket(asked: _Asked, selection: Selection, holder: ReplicaId | None) -> Ticket:
+def _emptied(selection: Selection) -> Selection:
+    """Without Cartridges, and still saying how they were found."""
+    return dataclasses.replace(NO_CARTRIDGES, how=selection.how, basis=selection.basis)
+
+
+def _shown_fallback(on_miss: OnMiss, placement: Placement) -> dict[str, Any]:
+    compared = placement.comparison
+    return {
+        "on_miss": on_miss.value,
+        "instead": None if placement.instead is None else placement.instead.told,
+        "with_cartridges_s": None if compared is None else compared.attached_s,
+        "with_text_s": None if compared is None else compared.fallback_s,
+        "margin": None if compared is None else compared.margin,
+    }
+
+
+def _ticket(
+    asked: _Asked, selection: Selection, holder: ReplicaId | None, other: _OtherWay | None
+) -> Ticket:
     return Ticket(
         model=asked.parsed.model,
         tenant=asked.tenant.name,
-        needs=(selection.composition, holder),
+        needs=(selection.composition, holder, other is not None and other.stand_in.is_ready),
         size_bytes=asked.size_bytes,
         priority=asked.steering.priority,
         deadline_s=asked.deadline_s,

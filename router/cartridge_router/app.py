@@ -15,6 +15,7 @@ import aiohttp
 from aiohttp import web
 from opentelemetry import trace
 
+from cartridge_policies.never_worse import NeverWorse
 from cartridge_policies.types import MapMode
 from cartridge_proto.names import ENV_RESIDENCY_KEY
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReceiptStatus, ReplicaId
@@ -52,6 +53,7 @@ from cartridge_router.siblings import Siblings, Worker
 from cartridge_router.signing_keys import SigningKeys
 from cartridge_router.telemetry import SERVICE, Metrics, otlp_provider
 from cartridge_router.tenants import Tenants
+from cartridge_router.texts import Texts
 from cartridge_router.tls import EngineLogin, Renewed, ServerTls
 from cartridge_router.upstream import UpstreamClient
 from cartridge_router.upstream.native import NativeClient
@@ -113,6 +115,7 @@ async def running_services(
             )
             stack.callback(services.catalog.close)
             stack.callback(services.finder.close)
+            stack.callback(services.texts.close)
             await asyncio.to_thread(_load_finder, services.finder)
             if services.siblings is not None:
                 await services.siblings.catch_up()
@@ -171,8 +174,16 @@ def _construct(
         must_probe_extension=must_probe_extension,
         on_gone=on_gone,
     )
-    placer = Placer(fleet=fleet, residency=residency, settings=settings.placement)
-    observations = Observations(fleet, on_prediction=metrics.prediction_ratio.observe)
+    never_worse = NeverWorse(settings.placement.prediction_spread)
+    placer = Placer(
+        fleet=fleet, residency=residency, settings=settings.placement, never_worse=never_worse
+    )
+    observations = Observations(
+        fleet,
+        on_prediction=metrics.prediction_ratio.observe,
+        never_worse=never_worse,
+        on_compared=metrics.regret_ratio.observe,
+    )
     observations.is_learning = settings.placement.learn_rates
     fleet.set_all(Source.SETTINGS, settings.replica_urls())
     sources = _construct_sources(settings, key, fleet, residency, metrics)
@@ -228,6 +239,7 @@ def _construct(
         fleet=fleet,
         selector=selector,
         finder=finder,
+        texts=Texts(catalog, settings.cartridges),
         placer=placer,
         admission=admission,
         forwarder=Forwarder(
@@ -500,6 +512,7 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
     services.fleet.set_all(Source.SETTINGS, settings.replica_urls())
     services.residency.settings = settings.residency
     services.catalog.refresh_s = settings.cartridges.refresh_s
+    services.texts.settings = settings.cartridges
     services.selector.allow_uncertified_composition = (
         settings.cartridges.allow_uncertified_composition
     )

@@ -72,18 +72,24 @@ class JsonBody:
             position = delimiter.end()
 
     def edited(
-        self, *, remove: Iterable[str] = (), add: Mapping[str, bytes] | None = None
+        self,
+        *,
+        remove: Iterable[str] = (),
+        add: Mapping[str, bytes] | None = None,
+        replace: Mapping[str, bytes] | None = None,
     ) -> bytes:
-        """The body with members removed and added, and every other byte as it was.
+        """The body with members removed, added and replaced, and every other byte as it was.
 
         Args:
             remove: names to leave out; absent ones are ignored.
             add: name -> value bytes, appended as last members. A present member of that name is
                 removed.
+            replace: name -> value bytes, where the member is; one that is not there is appended.
         """
-        added = dict(add or {})
+        replaced, added = dict(replace or {}), dict(add or {})
+        added = {n: v for n, v in replaced.items() if n not in self.members} | added
         gone = {*remove, *added} & set(self.members)
-        if not gone and not added:
+        if not gone and not added and not replaced:
             return self.data
         inside = self.data.index(b"{") + 1
         pieces: list[bytes] = []
@@ -93,7 +99,11 @@ class JsonBody:
                 # With the separator and the space that stood before it.
                 lead = self.data[previous_end : member.begin]
                 pieces.append(lead if pieces else lead.replace(b",", b"", 1))
-                pieces.append(self.data[member.begin : member.end])
+                if name in replaced:
+                    value_begin = member.end - len(member.value)
+                    pieces.append(self.data[member.begin : value_begin] + replaced[name])
+                else:
+                    pieces.append(self.data[member.begin : member.end])
             previous_end = member.end
         for name, value in added.items():
             separator = b"," if pieces else b""

@@ -92,7 +92,7 @@ class Catalog:
                 newest[key] = cartridge
         return [newest[key] for key in sorted(newest)]
 
-    def read_text(self, manifest: Manifest) -> str | None:
+    def read_text(self, manifest: Manifest, max_bytes: int = MAX_SOURCE_BYTES) -> str | None:
         """The document that a Cartridge was made of, if the store has it. Blocks.
 
         Raises:
@@ -102,7 +102,7 @@ class Catalog:
             return None
         try:
             data = self._store.read_small_blob(
-                parse_digest(manifest.provenance.source_digest), MAX_SOURCE_BYTES
+                parse_digest(manifest.provenance.source_digest), max_bytes
             )
         except NotInStore:
             return None

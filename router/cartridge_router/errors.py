@@ -63,6 +63,8 @@ class RouterError(Exception):
     code: ClassVar[str] = "internal_error"
     retry_after_s: int | None = None
     headers: Mapping[str, str] = MappingProxyType({})
+    is_from_receipt: bool = False
+    """An engine said so of the Cartridges; without them the request may be answered."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)

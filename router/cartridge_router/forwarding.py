@@ -20,6 +20,7 @@ from opentelemetry import trace
 from opentelemetry.propagate import inject
 
 from cartridge_policies.loads import Booking
+from cartridge_policies.never_worse import Comparison
 from cartridge_policies.types import Candidate, Demand
 from cartridge_proto.digest import Digest
 from cartridge_proto.names import (
@@ -157,6 +158,12 @@ class Outgoing:
     """Events of a stream that come before anything is known of the answer."""
     deadline_s: float | None = None
     """The client's own for the first byte, by `time.monotonic`; `None` without one."""
+    comparison: Comparison | None = None
+    """Of Cartridges and their texts, where both could be."""
+    is_text: bool = False
+    """Texts stand in for Cartridges."""
+    has_other_way: bool = False
+    """Without its Cartridges it could still be answered: no failure is passed on as it came."""
     on_created: Callable[[str, ReplicaId], None] | None = None
     """Called with the id of the response that is made, before the client learns of it."""
 
@@ -488,6 +495,8 @@ class Forwarder:
             if upstream.status in _FAILED or (is_stream and outgoing.dialect.has_failed(first)):
                 await self._raise_from_receipt(outgoing, replica)
                 self._note_failure(replica)
+                if outgoing.has_other_way:
+                    raise CartridgeNotServed(f"{replica} failed, and sent no receipt")
                 is_good = False
         exchange.note_first_byte()
         exchange.awaits_token = is_stream and is_good
@@ -563,6 +572,8 @@ class Forwarder:
                 outgoing.demand,
                 exchange.booking,
                 now_s - exchange.sent_s,
+                comparison=outgoing.comparison,
+                is_text=outgoing.is_text,
             )
 
     async def _first_bytes(
@@ -595,7 +606,9 @@ class Forwarder:
             # So ends a stream whose API has no event for it.
             await self._raise_from_receipt(outgoing, replica)
             self._note_failure(replica)
-            raise _Failed(f"{replica} broke off before the answer: {error!r}") from error
+            text = f"{replica} broke off before the answer: {error!r}"
+            answer = CartridgeNotServed(text) if outgoing.has_other_way else None
+            raise _Failed(text, answer) from error
         except TimeoutError as error:
             raise self._late(replica, outgoing) from error
         return b""
@@ -649,11 +662,12 @@ class Forwarder:
         receipt = await self._receipts.wait(outgoing.request_id, replica, self._receipt_wait_s)
         if receipt is None or receipt.status is not ReceiptStatus.FAILED or receipt.reason is None:
             return
-        error = _ERROR_OF_REASON.get(receipt.reason, CartridgeNotServed)
         text = f"{replica} did not serve the Cartridges: {receipt.reason}: {receipt.detail}"
+        error = _ERROR_OF_REASON.get(receipt.reason, CartridgeNotServed)(text)
+        error.is_from_receipt = True
         if receipt.reason in _ITS_OWN:
-            raise _Failed(text, error(text))
-        raise error(text)
+            raise _Failed(text, error)
+        raise error
 
 
 def _head_reader(outgoing: Outgoing, replica: ReplicaId, *, is_stream: bool) -> HeadReader | None:

@@ -28,6 +28,7 @@ NEEDS_RESTART: Final = frozenset(
     | {f"engines.{name}" for name in ("ca_file", "cert_file", "key_file", "api_key_file")}
     | {f"admin.{name}" for name in ("host", "port", "token_file")}
     | {f"fleet.{name}" for name in ("file", "file_poll_s", "dns", "dns_refresh_s")}
+    | {"placement.prediction_spread"}
     | {
         "fleet.from_registrations",
         "selection.embedder",

@@ -4,37 +4,74 @@ Owns an estimate for the fleet and one for each replica that is there. Refuses w
 requests, or was tried twice: it says nothing of the rates.
 """
 
+import logging
 from collections.abc import Callable
+from typing import Final
 
 from cartridge_policies.estimation import RateEstimate
 from cartridge_policies.loads import Booking, Row
+from cartridge_policies.never_worse import Comparison, NeverWorse
 from cartridge_policies.types import Candidate, Demand
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReceiptStatus, ReplicaId, Tier
 from cartridge_router.fleet import Fleet
 
 PredictionSeen = Callable[[float], None]
 
+MAX_REGRET: Final = 0.05
+"""By which share of the fallback's predicted time Cartridges may come later without a word."""
+logger = logging.getLogger(__name__)
+
 
 class Observations:
     """Learns for one fleet. For use from one event loop.
 
-    `on_prediction(observed / predicted)` is called for each first token whose time was predicted.
+    `on_prediction(observed / predicted)` is called for each first token whose time was predicted;
+    `on_compared(observed / predicted of the texts)` for each with Cartridges that texts could have
+    stood in for.
     """
 
-    def __init__(self, fleet: Fleet, on_prediction: PredictionSeen = lambda ratio: None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        on_prediction: PredictionSeen = lambda ratio: None,
+        *,
+        never_worse: NeverWorse | None = None,
+        on_compared: PredictionSeen = lambda ratio: None,
+    ) -> None:
         self.is_learning = True
+        self._never_worse = never_worse or NeverWorse()
+        self._on_compared = on_compared
         self._fleet = fleet
         self._on_prediction = on_prediction
         self._shared: RateEstimate | None = None
         self._own: dict[ReplicaId, tuple[Row, RateEstimate]] = {}
 
     def note_first_token(
-        self, candidate: Candidate, demand: Demand, booking: Booking, elapsed_s: float
+        self,
+        candidate: Candidate,
+        demand: Demand,
+        booking: Booking,
+        elapsed_s: float,
+        *,
+        comparison: Comparison | None = None,
+        is_text: bool = False,
     ) -> None:
-        """A stream's first token came so long after its request was sent."""
+        """A stream's first token came so long after its request was sent.
+
+        `comparison`: with what texts were predicted to take. `is_text`: they stood in.
+        """
         predicted_s = candidate.total_s
         if predicted_s > 0:
             self._on_prediction(elapsed_s / predicted_s)
+        if is_text:
+            self._never_worse.fallback.note(predicted_s, elapsed_s)
+            # The engine may have had a part of the text in its own prefix cache: of the rates it
+            # says nothing.
+            return
+        if demand.artifacts:
+            self._never_worse.attached.note(predicted_s, elapsed_s)
+            if comparison is not None and comparison.fallback_s > 0:
+                self._compare(comparison, elapsed_s)
         has_loaded = candidate.slowest_tier not in (None, Tier.HBM)
         # Alone from the beginning until now, on a replica that is there.
         is_alone = booking.was_alone and booking.row.has_one and booking.row.index >= 0
@@ -43,6 +80,16 @@ class Observations:
         for estimate in self._of(booking.row):
             estimate.note_prefill(demand.num_live_tokens, demand.num_virtual_tokens, elapsed_s)
         self._apply(booking.row)
+
+    def _compare(self, comparison: Comparison, elapsed_s: float) -> None:
+        ratio = elapsed_s / comparison.fallback_s
+        self._on_compared(ratio)
+        if ratio > 1.0 + MAX_REGRET:
+            logger.info(
+                "regret: %.3f s to the first token with Cartridges, predicted %.3f s; with their "
+                "texts %.3f s",
+                *(elapsed_s, comparison.attached_s, comparison.fallback_s),
+            )
 
     def note_receipt(self, receipt: Receipt) -> None:
         """An engine says how long a prefix took to load, and from where."""

@@ -62,7 +62,7 @@ from cartridge_router.shapes import (
     ReplicaEntry,
     Replicas,
 )
-from cartridge_router.steering import MAX_DEADLINE_MS, YES
+from cartridge_router.steering import MAX_DEADLINE_MS, ON_MISS, YES
 
 API_VERSION: Final = "1.0.0"
 """Of what is described here, not of the package."""
@@ -280,6 +280,12 @@ _STEERING: Final[tuple[Described, ...]] = tuple(
             {"enum": sorted(POLICIES)},
         ),
         (
+            names.HEADER_ON_MISS,
+            "What to do where the Cartridges cannot be had: fail, put their texts into the prompt "
+            "(also where that is predicted to be sooner), or go without.",
+            {"enum": list(ON_MISS)},
+        ),
+        (
             names.HEADER_EXPLAIN,
             "Whether the answer tells the costs of the best candidates.",
             {"enum": list(YES), "default": "0"},
@@ -292,6 +298,7 @@ _STEERING: Final[tuple[Described, ...]] = tuple(
     )
 )
 _POLICY_HEADER: Final = next(each for each in _STEERING if each["name"] == names.HEADER_POLICY)
+_ON_MISS_HEADER: Final = next(each for each in _STEERING if each["name"] == names.HEADER_ON_MISS)
 _EXPLAINED_ROUTES: Final = (Route.CHAT, Route.COMPLETIONS, Route.RESPONSES, Route.MESSAGES)
 _ROUTE_QUERY: Final[Described] = {
     "name": "route",
@@ -374,7 +381,7 @@ _OPERATIONS: Final = (
         answer=Explanation,
         body=CartridgeFields,
         errors=(*_KEYED, *_READ, *_PLACED, *_CHOSEN),
-        parameters=(_ROUTE_QUERY, _CARTRIDGE_HEADER, _POLICY_HEADER),
+        parameters=(_ROUTE_QUERY, _CARTRIDGE_HEADER, _POLICY_HEADER, _ON_MISS_HEADER),
     ),
     _Operation(
         path="/v1/cartridges/receipts/{request_id}",

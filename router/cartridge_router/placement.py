@@ -4,15 +4,15 @@ Owns the translation of fleet, map and selection into a policy's view. Refuses w
 and retries of its own.
 """
 
-import itertools
 import time
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cartridge_policies import POLICIES
 from cartridge_policies.history import RouteHistory
 from cartridge_policies.loads import Rows
+from cartridge_policies.never_worse import Comparison, NeverWorse, fallback_demand
 from cartridge_policies.rates import ReplicaRates
 from cartridge_policies.types import (
     ClusterView,
@@ -27,6 +27,7 @@ from cartridge_proto.names import FIELD_CARTRIDGE_IDS
 from cartridge_proto.residency import ReplicaId
 from cartridge_router.errors import (
     AllReplicasSaturated,
+    CartridgeNotServed,
     ContextTooLong,
     IncompatibleCartridge,
     NoEligibleReplica,
@@ -37,11 +38,44 @@ from cartridge_router.errors import (
 from cartridge_router.fleet import Fleet, Replica, ServedModel
 from cartridge_router.request import ParsedRequest
 from cartridge_router.residency_map import ResidencyMap
-from cartridge_router.selection import ModelKey, Selection, model_key
+from cartridge_router.selection import NO_CARTRIDGES, ModelKey, Selection, model_key
 from cartridge_router.settings import PlacementSettings
 
 MAX_KINDS: Final = 10_000
 """Of requests, by model and Cartridges, for which is kept who can take them."""
+SOONER: Final = "sooner"
+"""Why texts stand in where the Cartridges could be had too."""
+
+
+MISSES: Final = (IncompatibleCartridge, ContextTooLong, NoEligibleReplica, CartridgeNotServed)
+"""Why Cartridges cannot be had; the request may do without them."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Texts in the place of Cartridges: how many tokens they are, and whether they are there.
+
+    Those that were not read yet are compared with, and not taken.
+    """
+
+    num_tokens: int
+    is_ready: bool
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What a request does without the Cartridges that it was to have."""
+
+    kind: str
+    """`text` or `drop`."""
+    why: str
+    """A code of an error, or `sooner`."""
+    details: str
+
+    @property
+    def told(self) -> str:
+        """For the client."""
+        return f"fallback-{self.kind} ({self.details})"
 
 
 @dataclass(frozen=True)
@@ -55,6 +89,10 @@ class Placement:
     is_certified: bool
     has_holder: bool = False
     """One replica has what the request is about: nobody was chosen."""
+    instead: Instead | None = None
+    """What it does without Cartridges; `None`: it has them, or needs none."""
+    comparison: Comparison | None = None
+    """With the Cartridges and with their texts, where both could be."""
 
     @property
     def replica(self) -> ReplicaId:
@@ -66,7 +104,19 @@ class Placement:
         """One word on why, and whether the composition is certified."""
         mode = "" if self.mode is MapMode.EXACT else f"; map={self.mode}"
         why = "stored" if self.has_holder else self.decision.reason
+        if self.instead is not None:
+            why = f"{self.instead.told}; {why}"
         return why + mode + ("" if self.is_certified else "; uncertified")
+
+
+@dataclass(frozen=True)
+class _Steering:
+    """How a request wants to be placed."""
+
+    policy: str | None
+    session: str | None
+    must_ask_all: bool
+    holder: ReplicaId | None
 
 
 class _Hindrance(Exception):
@@ -97,12 +147,18 @@ class Placer:
     """Places requests with the policy of the settings, or one that a request names."""
 
     def __init__(
-        self, *, fleet: Fleet, residency: ResidencyMap, settings: PlacementSettings
+        self,
+        *,
+        fleet: Fleet,
+        residency: ResidencyMap,
+        settings: PlacementSettings,
+        never_worse: NeverWorse | None = None,
     ) -> None:
         self._fleet = fleet
         self._map = residency
         self._history = RouteHistory()
-        self._ticks = itertools.count()
+        self._never_worse = never_worse or NeverWorse(settings.prediction_spread)
+        self._tick = 0
         self._policies = {name: policy() for name, policy in POLICIES.items()}
         self._able: dict[Hashable, _Able] = {}
         self.configure(settings)
@@ -117,6 +173,7 @@ class Placer:
         if rates != self._fleet.rates:
             self._fleet.set_rates(rates)
         self._default = settings.policy
+        self._never_worse.queue_share = settings.text_queue_share
 
     def place(
         self,
@@ -127,8 +184,12 @@ class Placer:
         session: str | None = None,
         must_ask_all: bool = False,
         holder: ReplicaId | None = None,
+        stand_in: StandIn | None = None,
     ) -> Placement:
         """Choose a replica; with `must_ask_all` also those that are better left alone.
+
+        `stand_in`: texts that may take the place of the Cartridges. They do if they are there, and
+        the first token is predicted sooner by them, or the Cartridges cannot be had.
 
         `policy`: a key of `POLICIES`; `None` = that of the settings. `session`: what requests of
         one conversation share. `holder`: the only one that will do, as it keeps what the request
@@ -144,15 +205,90 @@ class Placer:
         """
         if holder is not None:
             self._check_present(holder)
+        steering = _Steering(policy, session, must_ask_all, holder)
+        placement = self._weigh(request, selection, steering, stand_in)
+        self._tick += 1
+        self._history.record(placement.replica, placement.demand, time.monotonic())
+        return placement
+
+    def prefers_text(
+        self,
+        request: ParsedRequest,
+        selection: Selection,
+        *,
+        policy: str | None,
+        session: str | None,
+        num_text_tokens: int,
+    ) -> bool:
+        """Whether `place` would, as things are, take texts of so many tokens."""
+        steering = _Steering(policy, session, must_ask_all=False, holder=None)
+        try:
+            stand_in = StandIn(num_text_tokens, is_ready=True)
+            placement = self._weigh(request, selection, steering, stand_in)
+        except RouterError:
+            return False
+        return placement.instead is not None
+
+    def context_limit(self, model: str) -> int | None:
+        """Tokens that every replica of a model has room for; `None` where none says."""
+        served = (
+            replica.models.get(model) for replica in self._fleet.replicas if replica.is_healthy
+        )
+        limits = (each.max_model_len for each in served if each is not None)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _weigh(
+        self,
+        request: ParsedRequest,
+        selection: Selection,
+        steering: "_Steering",
+        stand_in: StandIn | None,
+    ) -> Placement:
+        """Decide with the Cartridges and, if they may stand in, with their texts."""
+        demand = demand_of(request, selection, steering.session)
+        if stand_in is None or not selection.cartridges:
+            return self._decide(request, selection, demand, steering)
+        missed: RouterError | None = None
+        try:
+            attached = self._decide(request, selection, demand, steering)
+        except (*MISSES, AllReplicasSaturated) as error:
+            if not stand_in.is_ready:
+                raise
+            missed = error
+        try:
+            other = fallback_demand(demand, stand_in.num_tokens)
+            text = self._decide(request, NO_CARTRIDGES, other, steering)
+        except RouterError:
+            if missed is not None:
+                raise missed from None
+            return attached
+        if missed is not None:
+            return replace(text, instead=Instead("text", missed.code, missed.code))
+        compared = self._never_worse.compare(attached.decision, text.decision)
+        if compared.is_attached or not stand_in.is_ready:
+            return replace(attached, comparison=compared)
+        details = (
+            f"predicted {compared.fallback_s:.3f} s, with Cartridges {compared.attached_s:.3f} s"
+        )
+        return replace(text, instead=Instead("text", SOONER, details), comparison=compared)
+
+    def _decide(
+        self,
+        request: ParsedRequest,
+        selection: Selection,
+        demand: Demand,
+        steering: "_Steering",
+    ) -> Placement:
+        """What the policy says, of replicas that are able."""
+        holder = steering.holder
         able = self._find_able(request, selection, holder)
         rows, refusals = able.rows, able.refusals
-        if not must_ask_all and holder is None:
+        if not steering.must_ask_all and holder is None:
             against = self._outliers(able)
             if against:
                 refusals = {**refusals, **against}
                 names = (self._fleet.loads.name(row) for row in rows.tolist())
                 rows = self._fleet.loads.rows(name for name in names if name not in against)
-        demand = demand_of(request, selection, session)
         mode, age_s = self._map.mode, self._map.age_s
         view = ClusterView(
             loads=self._fleet.loads,
@@ -160,15 +296,15 @@ class Placer:
             residency=self._map,
             history=self._history,
             mode=mode,
-            tick=next(self._ticks),
+            # Both decisions on a request have one tick: else twins would not take turns.
+            tick=self._tick,
             now_s=time.monotonic(),
             refusals=refusals,
             max_in_flight=self._fleet.max_in_flight,
         )
-        decision = self._policies[policy or self._default].decide(demand, view)
+        decision = self._policies[steering.policy or self._default].decide(demand, view)
         if isinstance(decision, Refusal):
             raise self._error(request, decision, able)
-        self._history.record(decision.best.replica, demand, view.now_s)
         return Placement(demand, decision, mode, age_s, selection.is_certified, holder is not None)
 
     def _check_present(self, holder: ReplicaId) -> None:

@@ -110,6 +110,8 @@ class ParsedRequest:
     """Answers that are asked for (`n`)."""
     is_streamed: bool = False
     """Asks for events: its first token can be seen."""
+    replaced: Mapping[str, bytes] | None = None
+    """Members of the body that go to an engine with another value."""
     can_take_prefix: bool = True
     """False where it wants what a prefix without token ids cannot give."""
 
@@ -305,8 +307,9 @@ def engine_body(
     if message is None:
         sent = request.body.members.get(FIELD_CACHE_SALT) if is_trusted else None
         if salt is None or (sent is not None and sent.value != b"null"):
-            return request.body.edited(remove=remove)
-        return request.body.edited(remove=remove, add={FIELD_CACHE_SALT: msgspec.json.encode(salt)})
+            return request.body.edited(remove=remove, replace=request.replaced)
+        add = {FIELD_CACHE_SALT: msgspec.json.encode(salt)}
+        return request.body.edited(remove=remove, add=add, replace=request.replaced)
     add = {
         FIELD_KV_TRANSFER_PARAMS: msgspec.json.encode({FIELD_CARTRIDGES: message}),
         FIELD_CACHE_SALT: msgspec.json.encode(cache_salt(Digest(message.composition))),

@@ -17,6 +17,9 @@ import msgspec
 import yaml
 
 from cartridge_policies import POLICIES
+from cartridge_policies.never_worse import DEFAULT_QUEUE_SHARE, DEFAULT_SPREAD
+from cartridge_proto.composition import OnMiss
+from cartridge_proto.manifest import DEFAULT_INSTRUCTION
 from cartridge_proto.names import (
     ENV_ADMIN_TOKEN,
     ENV_PREFIX,
@@ -63,7 +66,7 @@ _TEXTS = frozenset(
     {"client", "dns", "file", "host", "redis_url", "store", "tenant", "policy"}
     | {"format", "level", "otlp_endpoint", "cert_file", "key_file", "client_ca_file", "ca_file"}
     | {"api_key_file", "keys_file", "jwks_url", "issuer", "audience", "tenant_claim"}
-    | {"kubeconfig", "namespace", "port_name", "service", "token_file"}
+    | {"kubeconfig", "namespace", "port_name", "service", "token_file", "text_instruction"}
 )
 """Settings that are texts, whatever a variable's value looks like."""
 
@@ -107,6 +110,12 @@ class PlacementSettings(_Section, frozen=True, kw_only=True):
     queue_s_per_request: Annotated[float, msgspec.Meta(ge=0)] = 0.05
     prefill_base_s: Annotated[float, msgspec.Meta(ge=0)] = 0.01
     prefill_s_per_token: Annotated[float, msgspec.Meta(ge=0)] = 0.0005
+    prediction_spread: Annotated[float, msgspec.Meta(ge=0, le=2)] = DEFAULT_SPREAD
+    """How far predictions are thought to be off before any was compared, as a share: attaching
+    Cartridges must save that much more than their texts would (`cartridges.on_miss`)."""
+    text_queue_share: Annotated[float, msgspec.Meta(ge=0)] = DEFAULT_QUEUE_SHARE
+    """Texts that are sooner than their Cartridges are taken while the queue before them is at most
+    this share of the prefill they add; more lets texts keep others waiting."""
     learn_rates: bool = True
     """Learn from first tokens and receipts; the rates above are where that begins."""
     share_loads: bool = True
@@ -133,6 +142,17 @@ class CartridgeSettings(_Section, frozen=True, kw_only=True):
     """Join isolated artifacts that were not trained to be read together."""
     refresh_s: PositiveSeconds = 2.0
     """How often the store is looked through for new aliases."""
+    on_miss: OnMiss = OnMiss.FAIL
+    """What becomes of a request whose Cartridges cannot be had, unless it says so itself: `fail`,
+    `prefill` their texts, or `drop` them."""
+    max_text_bytes: PositiveCount = 1 << 20
+    """Of the texts of one request; larger ones are not put into a prompt."""
+    text_cache_bytes: PositiveCount = 64 << 20
+    """Of texts that are kept in memory, in each process."""
+    text_deadline_ms: Annotated[int, msgspec.Meta(gt=0, le=60_000)] = 1000
+    """A text that takes longer to be read is not there."""
+    text_instruction: Annotated[str, msgspec.Meta(pattern=r"\{document\}")] = DEFAULT_INSTRUCTION
+    """What a text becomes in a system message; what `cartridge build --instruction` said."""
 
 
 SelectingRoute = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]

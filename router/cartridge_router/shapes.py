@@ -9,6 +9,7 @@ import msgspec
 
 from cartridge_policies.types import MapMode
 from cartridge_proto import names
+from cartridge_proto.composition import OnMiss
 from cartridge_proto.manifest import ConventionKind, Kind, PositionLayout
 from cartridge_proto.residency import Tier
 from cartridge_router.request import MAX_CARTRIDGE_ID_CHARS, MAX_CARTRIDGES
@@ -172,12 +173,28 @@ class ExplainedPlacement(Shape, frozen=True, kw_only=True):
     candidates: list[ExplainedCandidate]
 
 
+class ExplainedFallback(Shape, frozen=True, kw_only=True):
+    """What the request does without its Cartridges, and what was predicted both ways.
+
+    Seconds to the first token; null where texts may not stand in.
+    """
+
+    on_miss: OnMiss
+    instead: str | None
+    """Null: it has its Cartridges, or needs none."""
+    with_cartridges_s: float | None
+    with_text_s: float | None
+    margin: float | None
+    """Share that the Cartridges must save."""
+
+
 class Explanation(Shape, frozen=True, kw_only=True):
     """What a request would do."""
 
     object: Literal["cartridge.explanation"]
     selection: ExplainedSelection
     placement: ExplainedPlacement
+    fallback: ExplainedFallback
 
 
 class Health(Shape, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ OTHER = "other"
 _NO_TRACER: Final = NoOpTracer()
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+_REGRET_RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _SEARCH_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1.0)
 _OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 
@@ -237,6 +238,19 @@ class Metrics:
             names.METRIC_PREDICTION_RATIO,
             "Time to the first token of streams, as a multiple of what placement predicted.",
             buckets=_RATIOS,
+            registry=registry,
+        )
+        self.fallbacks = Counter(
+            names.METRIC_FALLBACKS,
+            "Requests that went without their Cartridges, with the texts or with nothing, by why.",
+            ["kind", "why"],
+            registry=registry,
+        )
+        self.regret_ratio = Histogram(
+            names.METRIC_REGRET_RATIO,
+            "Time to the first token of streams with Cartridges, as a multiple of what their texts "
+            "were predicted to take; above 1.05 is regret.",
+            buckets=_REGRET_RATIOS,
             registry=registry,
         )
         self.mispredictions = Counter(

@@ -5,8 +5,9 @@ import json
 import openai
 import pytest
 
-from cartridge_engine_ext.build import DEFAULT_INSTRUCTION, Source
+from cartridge_engine_ext.build import Source
 from cartridge_proto import names
+from cartridge_proto.manifest import DEFAULT_INSTRUCTION
 from cartridge_router.demo.stack import MODEL_NAME
 from tests.integration.fleet import TOLERANCE, Fleet
 

@@ -101,6 +101,31 @@ def test_a_cold_cartridge_is_loaded_once_and_then_in_hbm() -> None:
     assert outcome.tier_hits[Tier.REMOTE] == 2
 
 
+def test_a_text_is_taken_where_it_is_sooner() -> None:
+    """4.4 s of load against 3 s for 100 tokens more; 1,000 tokens more are later than the load."""
+    small = cartridge("small", 100)
+    text = run(ask(0, cartridges=(small,)), with_fallback=True)
+    assert (text.ttft_s.tolist(), text.fell_back.tolist()) == ([3], [True])
+    assert (text.regret.tolist(), text.moved_bytes[Tier.REMOTE]) == ([0], 0)
+    attached = run(ask(0, cartridges=(DOCUMENT,)), with_fallback=True)
+    assert (attached.ttft_s.tolist(), attached.fell_back.tolist()) == ([6], [False])
+    assert run(ask(0, cartridges=(small,))).fell_back.tolist() == [False]
+
+
+def test_texts_keep_nobody_waiting() -> None:
+    """While others are prefilled the Cartridge is loaded, however late that is."""
+    small = cartridge("small", 100)
+    outcome = run(*(ask(0) for _ in range(3)), ask(0, cartridges=(small,)), with_fallback=True)
+    assert outcome.fell_back.tolist() == [False] * 4
+
+
+def test_what_has_no_cartridges_regrets_none() -> None:
+    """A plain request that waits longer than was counted on is not late for a Cartridge."""
+    outcome = run(ask(0, 50), ask(0), ask(1))
+    assert np.isnan(outcome.plain_s).all()
+    assert outcome.regret.tolist() == [0, 0, 0]
+
+
 def test_regret_is_against_plain_prefill_at_the_same_place() -> None:
     """A load of 4 s beats prefill of 1,000 tokens in 10 s; one of 100 tokens loses to it."""
     small = cartridge("small", 100)

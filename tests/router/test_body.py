@@ -110,6 +110,27 @@ def test_what_was_added_can_be_taken_out_again(text: str, added: dict[str, bytes
     assert JsonBody(edited).edited(remove=new) == data
 
 
+@given(text=bodies(), seed=st.randoms(use_true_random=False), replaced=ADDED)
+def test_a_replaced_member_stays_where_it_is(
+    text: str, seed: Any, replaced: dict[str, bytes]
+) -> None:
+    """With its name as it was spelled, the bytes around it untouched; a new one comes last."""
+    body = JsonBody(text.encode())
+    for name in body.members:
+        if seed.random() < 0.5:
+            replaced[name] = b'"other"'
+    edited = body.edited(replace=replaced)
+    found = JsonBody(edited)
+    new = [name for name in replaced if name not in body.members]
+    assert list(found.members) == [*body.members, *new]
+    for name, member in found.members.items():
+        kept = None if name in replaced else body.members[name].value
+        assert member.value == (replaced[name] if kept is None else kept)
+    # Put back, nothing is left of it.
+    before = {name: body.members[name].value for name in replaced if name in body.members}
+    assert found.edited(remove=new, replace=before) == body.data
+
+
 @given(text=bodies(), seed=st.randoms(use_true_random=False))
 def test_bytes_of_kept_members_are_untouched(text: str, seed: Any) -> None:
     """Each kept member is in the result as it was spelled, in the same order."""

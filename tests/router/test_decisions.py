@@ -1,5 +1,7 @@
 """The log of decisions: what it keeps of a request, how much, and which Cartridges count as hot."""
 
+import dataclasses
+
 from cartridge_policies.loads import LoadTable
 from cartridge_policies.types import Candidate, CostTerm, Decision, MapMode
 from cartridge_proto.digest import sha256_digest
@@ -16,7 +18,7 @@ from cartridge_router.decisions import (
 from cartridge_router.errors import NoEligibleReplica
 from cartridge_router.fleet import NOTHING
 from cartridge_router.forwarding import Exchange
-from cartridge_router.placement import Placement
+from cartridge_router.placement import Instead, Placement
 from cartridge_router.request import Route, parse_request
 from cartridge_router.selection import NO_CARTRIDGES
 from cartridge_router.testing import FakeClock
@@ -55,6 +57,16 @@ def test_it_keeps_little_of_what_a_client_may_make_long() -> None:
     assert len(logged.problem) < MAX_TEXT + 40
     kept = [getattr(logged, field) for field in LoggedRequest.__slots__]
     assert parsed.body not in kept
+
+
+def test_it_says_what_was_done_without_cartridges() -> None:
+    """Before why the replica was chosen, as the client is told."""
+    logged = LoggedRequest("1", Route.CHAT, 0.0)
+    instead = Instead("text", "sooner", "predicted 0.1 s, with Cartridges 0.4 s")
+    logged.place(dataclasses.replace(placed_on(1), instead=instead), None)
+    assert logged.reason == (
+        "fallback-text (predicted 0.1 s, with Cartridges 0.4 s); load; map=degraded"
+    )
 
 
 def test_of_a_large_fleet_it_keeps_the_best_candidates() -> None:

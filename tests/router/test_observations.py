@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from cartridge_policies.never_worse import Comparison, NeverWorse
 from cartridge_policies.rates import PRIORS
 from cartridge_policies.types import ArtifactDemand, Candidate, CostTerm, Demand
 from cartridge_proto.digest import sha256_digest
@@ -70,6 +71,32 @@ def test_a_first_token_teaches_the_prefill_rate(fleet: Fleet) -> None:
             observations.note_first_token(predicted(0.5), DEMAND, booking, 1.0)
     assert rate(fleet) == pytest.approx(1.0, rel=0.05)
     assert ratios == [2.0] * 5
+
+
+def test_a_text_teaches_its_own_residual_and_no_rate(fleet: Fleet) -> None:
+    """A part of it may have been in the engine's prefix cache; Cartridges have a residual too."""
+    never_worse = NeverWorse()
+    ratios: list[float] = []
+    observations = Observations(fleet, never_worse=never_worse, on_compared=ratios.append)
+    before = rate(fleet)
+    attached = Demand("m", (ArtifactDemand(DIGEST, 1_000, 100),), 100)
+    comparison = Comparison(0.5, 2.0, 0.1)
+    with fleet.in_flight(fleet.replicas[0], DEMAND) as booking:
+        observations.note_first_token(predicted(0.5), DEMAND, booking, 1.0, is_text=True)
+    learned = never_worse.fallback.mean
+    assert learned > 0
+    assert (never_worse.attached.mean, rate(fleet)) == (0.0, before)
+    with fleet.in_flight(fleet.replicas[0], attached) as booking:
+        observations.note_first_token(
+            predicted(0.5, Tier.HBM), attached, booking, 1.0, comparison=comparison
+        )
+    assert never_worse.attached.mean == pytest.approx(learned)
+    assert never_worse.fallback.mean == learned
+    assert ratios == [0.5]
+    # What needs no Cartridges says nothing of either.
+    with fleet.in_flight(fleet.replicas[0], DEMAND) as booking:
+        observations.note_first_token(predicted(0.5), DEMAND, booking, 1.0)
+    assert (never_worse.attached.mean, never_worse.fallback.mean) == (learned, learned)
 
 
 def test_what_ran_beside_others_teaches_nothing(fleet: Fleet) -> None:
