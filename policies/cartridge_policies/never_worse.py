@@ -14,6 +14,8 @@ WEIGHT: Final = 0.02
 """Of the newest residual: the last hundred or so count."""
 PRIOR_COUNT: Final = 10.0
 """Residuals that the prior counts as."""
+MIN_SEEN: Final = 20
+"""First tokens before a prediction is believed to be a bound."""
 MAX_RESIDUAL: Final = math.log(4.0)
 """What was off by more counts as this: one stall moves little."""
 DEFAULT_SPREAD: Final = 0.1
@@ -60,6 +62,15 @@ class Residuals:
     def deviation(self) -> float:
         """Of one residual."""
         return math.sqrt(self._variance)
+
+    def at_least_s(self, predicted_s: float) -> float:
+        """What hardly any first token of such a prediction comes before; 0 while little is known.
+
+        Two deviations below the mean.
+        """
+        if self._count < PRIOR_COUNT + MIN_SEEN:
+            return 0.0
+        return predicted_s * math.exp(self.mean - 2.0 * self.deviation)
 
 
 @dataclass(frozen=True)

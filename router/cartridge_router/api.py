@@ -314,6 +314,7 @@ class Api:
         if placement.instead is not None:
             metrics.fallbacks.labels(placement.instead.kind, placement.instead.why).inc()
         told.logged.place(placement, queued_s)
+        self._check_deadline(asked, placement)
         _describe(told.span, asked.parsed, selection, placement)
         outgoing = self._outgoing(request, asked, selection, placement)
         overhead_s = time.monotonic() - told.read_s - (queued_s or 0.0)
@@ -324,6 +325,22 @@ class Api:
         response = await self._services.forwarder.forward(request, outgoing, exchange)
         self._note_found(asked, outgoing, exchange, response.status)
         return response
+
+    def _check_deadline(self, asked: "_Asked", placement: Placement) -> None:
+        """Raise at once what would be raised at the deadline, all other work spared.
+
+        Raises:
+            DeadlineExceeded: the first token will in all likelihood come later.
+        """
+        if asked.deadline_s is None or not self._services.settings.admission.reject_hopeless:
+            return
+        least_s = self._services.observations.at_least_s(placement.decision.best)
+        left_s = asked.deadline_s - time.monotonic()
+        if least_s > left_s:
+            raise DeadlineExceeded(
+                f"no replica is expected to begin its answer in the {left_s:.3g} s that are left; "
+                f"the soonest in {least_s:.3g} s at the least"
+            )
 
     # --- without Cartridges ----------------------------------------------------------------------
     def _on_miss(self, steering: Steering) -> OnMiss:

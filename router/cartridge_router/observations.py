@@ -10,7 +10,7 @@ from typing import Final
 
 from cartridge_policies.estimation import RateEstimate
 from cartridge_policies.loads import Booking, Row
-from cartridge_policies.never_worse import Comparison, NeverWorse
+from cartridge_policies.never_worse import Comparison, NeverWorse, Residuals
 from cartridge_policies.types import Candidate, Demand
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, Receipt, ReceiptStatus, ReplicaId, Tier
 from cartridge_router.fleet import Fleet
@@ -40,6 +40,8 @@ class Observations:
     ) -> None:
         self.is_learning = True
         self._never_worse = never_worse or NeverWorse()
+        self._residuals = Residuals()
+        """Of all first tokens."""
         self._on_compared = on_compared
         self._fleet = fleet
         self._on_prediction = on_prediction
@@ -63,6 +65,7 @@ class Observations:
         predicted_s = candidate.total_s
         if predicted_s > 0:
             self._on_prediction(elapsed_s / predicted_s)
+            self._residuals.note(predicted_s, elapsed_s)
         if is_text:
             self._never_worse.fallback.note(predicted_s, elapsed_s)
             # The engine may have had a part of the text in its own prefix cache: of the rates it
@@ -90,6 +93,13 @@ class Observations:
                 "texts %.3f s",
                 *(elapsed_s, comparison.attached_s, comparison.fallback_s),
             )
+
+    def at_least_s(self, candidate: Candidate) -> float:
+        """What a first token from there will take in all likelihood, by how predictions came out.
+
+        0 while too few came to say so.
+        """
+        return self._residuals.at_least_s(candidate.total_s)
 
     def note_receipt(self, receipt: Receipt) -> None:
         """An engine says how long a prefix took to load, and from where."""

@@ -132,6 +132,9 @@ class AdmissionSettings(_Section, frozen=True, kw_only=True):
     max_queued_bytes: PositiveCount = 256 << 20
     """Of the bodies of all."""
     max_wait_s: PositiveSeconds = 30.0
+    reject_hopeless: bool = True
+    """Answer at once where a client's deadline (x-cartridge-deadline-ms) will in all likelihood
+    pass before the first token."""
 
 
 class CartridgeSettings(_Section, frozen=True, kw_only=True):

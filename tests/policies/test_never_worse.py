@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cartridge_policies.cartridge_aware import CartridgeAware
 from cartridge_policies.never_worse import (
     MAX_MARGIN,
+    MIN_SEEN,
     NeverWorse,
     Residuals,
     fallback_demand,
@@ -171,3 +172,20 @@ def test_regret_is_rare_where_predictions_scatter() -> None:
                 policy.fallback.note(fallback_s, actual[1])
     assert late[2.0] / 3_500 < 0.02
     assert late[2.0] < late[0.0] / 2
+
+
+@given(scatter=st.floats(0.01, 0.3), predicted_s=st.floats(0.01, 10))
+def test_hardly_anything_comes_before_its_bound(scatter: float, predicted_s: float) -> None:
+    """Until enough was seen there is none; then it is below nearly all that comes."""
+    residuals, chance = Residuals(), random.Random(0)
+    factors = [math.exp(chance.gauss(0.5, scatter)) for _ in range(300)]
+    assert residuals.at_least_s(predicted_s) == 0
+    for factor in factors[:MIN_SEEN]:
+        assert residuals.at_least_s(predicted_s) == 0
+        residuals.note(1.0, factor)
+    for factor in factors[MIN_SEEN:]:
+        residuals.note(1.0, factor)
+    bound_s = residuals.at_least_s(predicted_s)
+    assert sum(predicted_s * factor < bound_s for factor in factors) <= 0.05 * len(factors)
+    # And no idle one: it is near what is to be expected.
+    assert bound_s >= predicted_s * math.exp(0.5 - 3 * max(scatter, 0.1))

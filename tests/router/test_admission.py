@@ -520,6 +520,38 @@ async def test_a_deadline_ends_the_wait_for_the_engine(
     assert reply.status == 200
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_what_cannot_be_in_time_is_refused_at_once(
+    is_on: bool, start_gateway: StartGateway, start_stub: StartStub
+) -> None:
+    """Once first tokens were compared with predictions; no engine works for it."""
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await asyncio.sleep(0.1)
+        await response.prepare(request)
+        for _ in range(2):
+            await response.write(b'data: {"choices":[]}\n\n')
+        return response
+
+    stub = await start_stub(slow)
+    admission = AdmissionSettings(reject_hopeless=is_on)
+    gateway = await start_gateway(quick_gateway(stub.url, admission=admission))
+    body = {"model": "sample", "messages": [{"role": "user", "content": "x" * 40}], "stream": True}
+    in_a_hurry = {"x-cartridge-deadline-ms": "20"}
+    hasty = await gateway.post(CHAT, body, in_a_hurry)
+    assert (hasty.status, len(stub.bodies)) == (504, 1)
+    for _ in range(30):
+        assert (await gateway.post(CHAT, body)).status == 200
+    hasty = await gateway.post(CHAT, body, in_a_hurry)
+    assert (hasty.status, hasty.error["code"]) == (504, "deadline_exceeded")
+    assert len(stub.bodies) == 31 + (not is_on)
+    assert ("no replica is expected" in hasty.error["message"]) is is_on
+    patient = await gateway.post(CHAT, body, {"x-cartridge-deadline-ms": "60000"})
+    assert patient.status == 200
+    await gateway.is_idle()
+
+
 async def test_priorities_of_clients_order_the_queue(
     start_gateway: StartGateway, start_stub: StartStub
 ) -> None:
