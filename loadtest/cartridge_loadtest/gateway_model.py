@@ -122,6 +122,15 @@ class GatewayModel:
         tiers = dict(zip(digests, best.tiers, strict=True))
         return self.loads.book(row, demand, tiers=tiers, now_s=now_s, is_streamed=is_streamed)
 
+    def queues_s(self, now_s: float) -> dict[ReplicaId, float]:
+        """Predicted work that waits on each replica, as far as this gateway knows."""
+        found = ((name, self.loads.find(name)) for name in self._rates)
+        return {
+            name: row.own_load(now_s).pending_s + row.others.pending_s
+            for name, row in found
+            if row is not None
+        }
+
     def own_loads(self, now_s: float) -> dict[ReplicaId, Load]:
         """What it has on each replica, where it has anything."""
         found = ((name, self.loads.find(name)) for name in self._rates)

@@ -27,6 +27,7 @@ from cartridge_proto import names
 from cartridge_proto.residency import ReplicaId
 from cartridge_router.admission import Admission, Ticket
 from cartridge_router.catalog import Catalog
+from cartridge_router.copies import Copies
 from cartridge_router.decisions import DecisionLog, LoggedRequest
 from cartridge_router.dialects import DIALECTS, Dialect
 from cartridge_router.doors import Doors
@@ -128,6 +129,8 @@ class Services:
     """Prometheus text of this process."""
     siblings: Siblings | None
     """The other workers; `None` where there is one process."""
+    copies: Copies | None = None
+    """What has engines copy hot Cartridges; `None` where it is off, or another worker does it."""
 
     @property
     def settings(self) -> Settings:

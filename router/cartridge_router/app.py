@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Final
@@ -23,6 +24,7 @@ from cartridge_router.admin import running_admin
 from cartridge_router.admission import Admission
 from cartridge_router.api import Api, Services, around_handlers, closing_when_draining
 from cartridge_router.catalog import Catalog
+from cartridge_router.copies import ControlLogin, Copies, read_control_login
 from cartridge_router.decisions import DecisionLog
 from cartridge_router.discovery import Channel
 from cartridge_router.discovery.dns_name import DnsName
@@ -69,6 +71,8 @@ RECEIPT_WAIT_S = 1.0
 """How long a failed request waits for the receipt that explains it."""
 LAST_WORDS_S: Final = 1.0
 """How long those whose requests are cut off may take to read why."""
+USUAL_TOKENS: Final = 500
+"""Of a prompt, where none was seen yet."""
 BACKLOG = 1024
 """Connections that the kernel holds for us; clients come in bursts."""
 TURNS_TO_HANDLER = 10
@@ -91,6 +95,9 @@ async def running_services(
 ) -> AsyncIterator[Services]:
     """Everything that runs beside the HTTP server, for as long as the block does."""
     login = await asyncio.to_thread(EngineLogin, settings.engines)
+    control = None
+    if worker is None or worker.serves_operators:
+        control = await asyncio.to_thread(read_control_login, settings.replication, os.environ)
     client = CLIENTS[settings.forwarding.client](
         idle_s=ENGINE_KEEPALIVE_S, read_buffer_bytes=UPSTREAM_BUFFER_BYTES
     )
@@ -108,7 +115,7 @@ async def running_services(
             if traces is not None:
                 stack.push_async_callback(asyncio.to_thread, traces.shutdown)
             services, jobs = _construct(
-                settings, key, session, client, login, tracer, drain, worker
+                settings, key, session, client, login, control, tracer, drain, worker
             )
             stack.callback(services.catalog.close)
             stack.callback(services.finder.close)
@@ -138,10 +145,12 @@ def _construct(
     session: aiohttp.ClientSession,
     client: UpstreamClient,
     login: EngineLogin,
+    control: ControlLogin | None,
     tracer: trace.Tracer | None,
     drain: Drain,
     worker: Worker | None,
 ) -> tuple[Services, list[Job]]:
+    _check_key(settings, key)
     metrics = Metrics()
     receipts = ReceiptBook()
     residency = ResidencyMap(
@@ -174,7 +183,7 @@ def _construct(
     observations = Observations(fleet, on_prediction=metrics.prediction_ratio.observe)
     observations.is_learning = settings.placement.learn_rates
     fleet.set_all(Source.SETTINGS, settings.replica_urls())
-    sources = _construct_sources(settings, key, fleet, residency, metrics)
+    sources = _construct_sources(settings, fleet, residency, metrics)
     signing_keys = None
     if settings.tenants.jwks_url is not None:
         signing_keys = SigningKeys(settings.tenants.jwks_url, session)
@@ -207,6 +216,19 @@ def _construct(
         selector=selector,
         settings=settings.selection,
         on_search=functools.partial(_count_search, metrics),
+    )
+    copies = (
+        None
+        if control is None
+        else Copies(
+            settings.replication,
+            fleet=fleet,
+            residency=residency,
+            catalog=catalog,
+            login=control,
+            service_s=lambda: observations.service_s or fleet.rates.prefill_s(USUAL_TOKENS, 0),
+            on_outcome=lambda action, outcome: metrics.copies.labels(action, outcome).inc(),
+        )
     )
     services = Services(
         live=LiveSettings(settings),
@@ -241,6 +263,7 @@ def _construct(
         drain=drain,
         render_metrics=render_metrics,
         siblings=siblings,
+        copies=copies,
     )
 
     jobs: list[Job] = [*sources, fleet.watch, admission.run, catalog.run, finder.run]
@@ -249,14 +272,33 @@ def _construct(
         renewed = Renewed("engines", login.files, login.renew, failed.inc)
         jobs.append(renewed.run)
     if settings.redis_url is not None:
-        on_receipt = _counted(metrics, receipts, observations)
+        on_receipt = _counted(metrics, receipts, observations, copies)
         reader = RedisReader(url=settings.redis_url, residency=residency, on_receipt=on_receipt)
-        jobs.append(reader.run)
+        jobs += [reader.run] if copies is None else [reader.run, copies.run]
     if settings.tenants.keys_file is not None:
         jobs.append(tenants.run)
     if signing_keys is not None:
         jobs.append(signing_keys.run)
     return services, jobs
+
+
+def _check_key(settings: Settings, key: bytes | None) -> None:
+    """Without a key whoever can write to Redis could say where replicas and their controls are.
+
+    Raises:
+        ConfigurationError: naming what needs it.
+    """
+    needing = {
+        "fleet.from_registrations": settings.fleet.from_registrations,
+        "replication.enabled": settings.replication.enabled,
+    }
+    problems = [
+        f"{name}: needs the residency key, in {ENV_RESIDENCY_KEY}"
+        for name, is_on in needing.items()
+        if is_on and key is None
+    ]
+    if problems:
+        raise ConfigurationError(problems)
 
 
 def _load_finder(finder: Finder) -> None:
@@ -277,7 +319,7 @@ def _count_search(metrics: Metrics, outcome: SearchOutcome, seconds: float) -> N
 
 
 def _counted(
-    metrics: Metrics, receipts: ReceiptBook, observations: Observations
+    metrics: Metrics, receipts: ReceiptBook, observations: Observations, copies: Copies | None
 ) -> Callable[[Receipt], None]:
     """What happens to a receipt: it is compared with what was predicted, learned from, kept."""
 
@@ -293,12 +335,14 @@ def _counted(
             metrics.mispredictions.labels(predicted.value, served.value).inc()
         observations.note_receipt(receipt)
         receipts.note(receipt)
+        if copies is not None:
+            copies.note_receipt(receipt)
 
     return on_receipt
 
 
 def _construct_sources(
-    settings: Settings, key: bytes | None, fleet: Fleet, residency: ResidencyMap, metrics: Metrics
+    settings: Settings, fleet: Fleet, residency: ResidencyMap, metrics: Metrics
 ) -> list[Job]:
     """What keeps the fleet as its sources list it.
 
@@ -322,10 +366,6 @@ def _construct_sources(
     if wanted.kubernetes.service is not None:
         jobs.append(_endpoint_slices(wanted.kubernetes, channel(Source.KUBERNETES)))
     if wanted.from_registrations:
-        if key is None:
-            # Whoever can write to Redis could draw the requests of all clients.
-            problem = f"fleet.from_registrations: needs the residency key, in {ENV_RESIDENCY_KEY}"
-            raise ConfigurationError([problem])
         jobs.append(Registrations(residency, channel(Source.REGISTRATION)).run)
     return jobs
 
@@ -488,6 +528,8 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
     services.placer.configure(settings.placement)
     services.observations.is_learning = settings.placement.learn_rates
     services.forwarder.configure(settings.forwarding, settings.clients.write_timeout_s)
+    if services.copies is not None:
+        services.copies.settings = settings.replication
     services.drain.settings = settings.drain
     doors.max_connections = settings.clients.max_connections or most_connections()
     doors.head_timeout_s = settings.clients.head_timeout_s

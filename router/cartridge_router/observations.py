@@ -14,6 +14,9 @@ from cartridge_router.fleet import Fleet
 
 PredictionSeen = Callable[[float], None]
 
+_NEWEST = 0.02
+"""Weight of the last stream in the average."""
+
 
 class Observations:
     """Learns for one fleet. For use from one event loop.
@@ -23,6 +26,8 @@ class Observations:
 
     def __init__(self, fleet: Fleet, on_prediction: PredictionSeen = lambda ratio: None) -> None:
         self.is_learning = True
+        self.service_s: float | None = None
+        """What a stream's prefill is predicted to take, on average; `None` before the first."""
         self._fleet = fleet
         self._on_prediction = on_prediction
         self._shared: RateEstimate | None = None
@@ -32,6 +37,8 @@ class Observations:
         self, candidate: Candidate, demand: Demand, booking: Booking, elapsed_s: float
     ) -> None:
         """A stream's first token came so long after its request was sent."""
+        before_s = booking.work_s if self.service_s is None else self.service_s
+        self.service_s = before_s + _NEWEST * (booking.work_s - before_s)
         predicted_s = candidate.total_s
         if predicted_s > 0:
             self._on_prediction(elapsed_s / predicted_s)
