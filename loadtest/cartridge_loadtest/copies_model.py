@@ -92,19 +92,20 @@ class CopiesModel:
             )
         return CopiesView(
             artifacts,
-            {name: self._state(name, queue_s) for name, queue_s in self._queues(now_s)},
+            {
+                name: self._state(name, *busy_s)
+                for name, busy_s in self._gateway.busy_s(now_s).items()
+            },
             service_s,
             self._arrivals.requests_per_s(now_s),
         )
 
-    def _queues(self, now_s: float) -> list[tuple[ReplicaId, float]]:
-        return list(self._gateway.queues_s(now_s).items())
-
-    def _state(self, name: ReplicaId, queue_s: float) -> ReplicaState:
+    def _state(self, name: ReplicaId, queue_s: float, link_s: float) -> ReplicaState:
         capacity, used = self._replicas[name].dram_bytes
         return ReplicaState(
             rates=self._rates[name],
             queue_s=queue_s,
+            link_s=link_s,
             capacity_bytes=capacity,
             spare_bytes=max(0, capacity - used),
         )

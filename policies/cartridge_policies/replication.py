@@ -85,6 +85,8 @@ class ReplicaState:
     rates: ReplicaRates = PRIORS
     queue_s: float = 0.0
     """Predicted work of those that wait there."""
+    link_s: float = 0.0
+    """What requests are loading from the store, in seconds of its link."""
     capacity_bytes: int | None = None
     spare_bytes: int | None = None
     """Free in dram."""
@@ -115,7 +117,8 @@ class Bounds:
     min_ratio: float = 1.0
     """A copy must save more than so many seconds for each that it costs."""
     link_price: float = 0.25
-    """What a second of transfer costs, in seconds of requests: copies go behind their loads."""
+    """What a second of transfer costs, in seconds of requests, where no request loads: copies go
+    behind their loads. It rises by the share of replicas that load."""
     room_share: float = 0.05
     """Of dram; with less free than this, cold artifacts are let go."""
     hysteresis: float = 2.0
@@ -229,6 +232,9 @@ class _Round:
         self._spare = {name: view.replicas[name].spare_bytes for name in self._staying}
         self._held = {digest: self._holders(state) for digest, state in view.artifacts.items()}
         self._on = self._by_replica()
+        num_loading = sum(view.replicas[name].link_s > 0 for name in self._staying)
+        # All read from one store: where many load, a copy more takes from their requests.
+        self._link_price = bounds.link_price + num_loading / max(1, len(self._staying))
         self._gone = set[tuple[Digest, ReplicaId]]()
 
     def _holders(self, state: ArtifactState) -> set[ReplicaId]:
@@ -291,17 +297,19 @@ class _Round:
             if not able or state.rate_per_s <= 0:
                 continue
             num_held = len(self._held[digest])
+            # Who has it counts also where nobody can be asked for anything.
+            num_able = len(self._held[digest].union(able))
             is_handover = num_held == 0 and any(
                 name in self._view.replicas and self._view.replicas[name].is_draining
                 for name in state.copies
             )
-            aim = copies_for(state.rate_per_s * self._view.service_s, len(able))
+            aim = copies_for(state.rate_per_s * self._view.service_s, num_able)
             queues = [self._planned_s[name] for name in self._held[digest]]
             if queues and min(queues) > self._view.service_s:
                 # Whatever keeps them busy, its requests wait there now.
                 aim = max(aim, num_held + 1)
-            for number in range(num_held, min(aim, len(able))):
-                saved_s = self._saved_s(state, number, len(able))
+            for number in range(num_held, min(aim, num_able)):
+                saved_s = self._saved_s(state, number, num_able)
                 if saved_s > 0:
                     wanted.append(_Wanted(digest, state, number, saved_s, is_handover))
         return wanted
@@ -323,7 +331,7 @@ class _Round:
         work = state.rate_per_s * self._view.service_s
         others = max(0.0, self._view.requests_per_s * self._view.service_s - work) / num_able
         now_s, then_s = (
-            min(load_s, wait_s(count, others + work / count, self._view.service_s))
+            wait_s(count, others + work / count, self._view.service_s)
             for count in (num_held, num_held + 1)
         )
         return min(num_requests * (now_s - then_s), at_most_s)
@@ -398,7 +406,7 @@ class _Round:
         rates = self._view.replicas[name].rates
         copy = state.copies.get(name)
         tier = Tier.REMOTE if copy is None else copy.tier
-        seconds = rates.load_s(tier, state.size_bytes) * self._bounds.link_price
+        seconds = rates.load_s(tier, state.size_bytes) * self._link_price
         for digest in victims:
             lost = self._view.artifacts[digest]
             share = min(1.0, self._rate_on(digest) * self._bounds.horizon_s)
@@ -469,7 +477,7 @@ class _Round:
     def _is_surplus(self, state: ArtifactState, num_held: int) -> bool:
         """One would do less, even if more came."""
         work = state.rate_per_s * self._view.service_s * self._bounds.hysteresis
-        return num_held > copies_for(work, len(self._able(state)))
+        return num_held > copies_for(work, num_held)
 
     # --- pins ------------------------------------------------------------------------------------
     def _pins(self) -> list[Action]:

@@ -4,9 +4,9 @@ Owns the calls to engines' control services: their login, bounds and back-off. R
 for by a request, to call an address that no signed registration names, and to write Redis.
 
 Several gateways act on the same numbers: arrivals are counted from the engines' receipts, which all
-gateways read, and what one asked for is in the residency map of all a moment later. What two ask
-for at once an engine does once: a prefetch of what is there or on its way, a second eviction and a
-second pin of one owner change nothing.
+gateways read, and a copy is in the residency map of all once it is there. What two ask of one
+engine it does once: a prefetch of what is there or on its way, a second eviction and a second pin
+of one owner change nothing. At worst each makes a copy elsewhere before it sees the other's.
 """
 
 import asyncio
@@ -257,8 +257,13 @@ class Copies:
         for replica in self._fleet.replicas:
             if replica.is_healthy and replica.replica not in leaving:
                 row, said = replica.row, described.get(replica.replica)
-                load_s = row.own_load(now_s).pending_s + row.others.pending_s
-                state = ReplicaState(rates=row.rates, queue_s=load_s)
+                load = row.own_load(now_s) + row.others
+                num_bytes = load.pending_bytes.get(Tier.REMOTE, 0)
+                state = ReplicaState(
+                    rates=row.rates,
+                    queue_s=load.pending_s,
+                    link_s=num_bytes / row.rates.tiers[Tier.REMOTE].bytes_per_s,
+                )
                 replicas[replica.replica] = state if said is None else _described(state, said)
         replicas |= {name: ReplicaState(is_draining=True) for name in leaving}
         own_pins = {
