@@ -193,6 +193,9 @@ class Copies:
 
     async def run(self) -> None:
         """Act until cancelled. Rounds of several gateways drift apart."""
+        # One use of gRPC's poller that never ends: with the last channel it would be joined here,
+        # on the event loop.
+        grpc.aio.init_grpc_aio()
         try:
             while True:
                 await asyncio.sleep(self.settings.interval_s * random.uniform(0.8, 1.2))  # noqa: S311
