@@ -21,6 +21,10 @@ MAX_UTILISATION: Final = 0.95
 """A queue's mean has no bound at 1; what is busier than this is taken for this busy."""
 
 
+_FORGOTTEN: Final = 0.001
+"""A decayed count of requests that says nothing any more."""
+
+
 class ActionKind(StrEnum):
     """What a replica is asked to do with an artifact."""
 
@@ -128,8 +132,10 @@ class Bounds:
 class ArrivalRates:
     """Requests per second of the artifacts that are asked for most, decaying exponentially.
 
-    `tau_s`: what is older than that counts little. At most `max_artifacts` are kept, the most
-    wanted ones; an artifact that is asked for once among many takes nobody's place for long.
+    `tau_s`: what is older than that counts little. Rates of at most `max_artifacts` are told. They
+    may be too low by the rate of all requests over four times as many, and are never too high.
+
+    Source: Misra and Gries, "Finding repeated elements" (1982).
     """
 
     def __init__(self, *, tau_s: float = 60.0, max_artifacts: int = 1024) -> None:
@@ -147,17 +153,14 @@ class ArrivalRates:
         for digest in digests:
             known = self._counts.get(digest, (0.0, now_s))
             self._counts[digest] = (1 + self._decayed(known, now_s), now_s)
-        # A quarter more, so that pruning is rare.
-        if len(self._counts) > self.max_artifacts * 5 // 4:
+        if len(self._counts) > 8 * self.max_artifacts:
             self._prune(now_s)
 
     def rates(self, now_s: float) -> dict[Digest, float]:
-        """Requests per second of each artifact that is kept, at most `max_artifacts`."""
-        if len(self._counts) > self.max_artifacts:
-            self._prune(now_s)
+        """Requests per second of each of the most wanted, at most `max_artifacts`."""
         span_s = self._span_s(now_s)
         return {
-            digest: self._decayed(known, now_s) / span_s for digest, known in self._counts.items()
+            digest: count / span_s for digest, count in self._largest(self.max_artifacts, now_s)
         }
 
     def requests_per_s(self, now_s: float) -> float:
@@ -173,13 +176,17 @@ class ArrivalRates:
         count, since_s = known
         return count * math.exp(-max(0.0, now_s - since_s) / self.tau_s)
 
+    def _largest(self, number: int, now_s: float) -> list[tuple[Digest, float]]:
+        counts = ((digest, self._decayed(known, now_s)) for digest, known in self._counts.items())
+        heard = (item for item in counts if item[1] > _FORGOTTEN)
+        return heapq.nlargest(number, heard, key=lambda item: (item[1], item[0]))
+
     def _prune(self, now_s: float) -> None:
-        kept = heapq.nlargest(
-            self.max_artifacts,
-            self._counts.items(),
-            key=lambda item: (self._decayed(item[1], now_s), item[0]),
-        )
-        self._counts = dict(kept)
+        """Forget half, and take from the others what those that go may have had."""
+        num_kept = 4 * self.max_artifacts
+        kept = self._largest(num_kept + 1, now_s)
+        spread = kept.pop()[1] if len(kept) > num_kept else 0.0
+        self._counts = {digest: (count - spread, now_s) for digest, count in kept if count > spread}
 
 
 def wait_s(num_holders: int, utilisation: float, service_s: float) -> float:
@@ -269,7 +276,7 @@ class _Round:
             state.rate_per_s for state in self._view.artifacts.values()
         ):
             # Silence says nothing: after a pause the same ones may be wanted again.
-            return self._own_pins_ended()
+            return self._own_pins_ended()[: self._bounds.max_actions]
         chosen = self._own_pins_ended()[: self._bounds.max_actions]
         left_bytes = self._bounds.max_copy_bytes
         for copy in sorted(self._worthwhile(), key=_first_first):
@@ -521,7 +528,7 @@ class _Round:
             # Well below the rate at which it was pinned.
             is_cold = state.rate_per_s * self._bounds.horizon_s < 1 / self._bounds.hysteresis
             for name in sorted(state.copies):
-                if not state.copies[name].has_own_pin:
+                if not state.copies[name].has_own_pin or name not in self._view.replicas:
                     continue
                 has_others = len(self._held[digest] - {name}) > 0
                 if is_cold or has_others or name not in self._planned_s:
