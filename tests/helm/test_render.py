@@ -642,7 +642,7 @@ def test_gateways_that_have_engines_copy_get_their_token_and_reach_them() -> Non
     """With `replication.enabled` only: the token of the engines, and a way to the control port."""
     values = values_of(CHART / "ci" / "network-policy-values.yaml")
     plain = render(values)
-    values.setdefault("router", {})["config"] = {"replication": {"enabled": True}}
+    values["router"]["config"]["replication"] = {"enabled": True}
     copies = render(values)
     token = "CARTRIDGE_ROUTER_CONTROL_TOKEN"
     assert token not in env_of(only(plain, "Deployment"))
