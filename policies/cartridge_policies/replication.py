@@ -116,13 +116,15 @@ class Bounds:
 
     max_actions: int = 16
     max_copy_bytes: int = 8 << 30
-    horizon_s: float = 60.0
+    horizon_s: float = 30.0
     """For how long a copy is taken to stay, and seconds are counted."""
     min_ratio: float = 1.0
     """A copy must save more than so many seconds for each that it costs."""
-    link_price: float = 0.25
+    link_price: float = 0.5
     """What a second of transfer costs, in seconds of requests, where no request loads: copies go
-    behind their loads. It rises by the share of replicas that load."""
+    behind their loads."""
+    crowd_price: float = 2.0
+    """What it costs more where all replicas load: all read from one store."""
     room_share: float = 0.05
     """Of dram; with less free than this, cold artifacts are let go."""
     hysteresis: float = 2.0
@@ -240,8 +242,8 @@ class _Round:
         self._held = {digest: self._holders(state) for digest, state in view.artifacts.items()}
         self._on = self._by_replica()
         num_loading = sum(view.replicas[name].link_s > 0 for name in self._staying)
-        # All read from one store: where many load, a copy more takes from their requests.
-        self._link_price = bounds.link_price + num_loading / max(1, len(self._staying))
+        crowd = num_loading / max(1, len(self._staying))
+        self._link_price = bounds.link_price + bounds.crowd_price * crowd
         self._gone = set[tuple[Digest, ReplicaId]]()
 
     def _holders(self, state: ArtifactState) -> set[ReplicaId]:

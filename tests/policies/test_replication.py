@@ -331,8 +331,8 @@ def test_the_only_copy_of_what_is_hot_is_pinned_in_a_full_replica() -> None:
     assert kinds(state, replace(full, pin_bytes=GB - 1)) == []
     assert kinds(state, replace(full, spare_bytes=GB)) == []
     own = {NAMES[0]: replace(DRAM, has_own_pin=True)}
-    assert kinds(replace(state, copies=own, rate_per_s=0.6 / 60)) == []
-    assert kinds(replace(state, copies=own, rate_per_s=0.4 / 60)) == [ActionKind.UNPIN]
+    assert kinds(replace(state, copies=own, rate_per_s=0.6 / 30)) == []
+    assert kinds(replace(state, copies=own, rate_per_s=0.4 / 30)) == [ActionKind.UNPIN]
 
 
 # --- rates ---------------------------------------------------------------------------------------
