@@ -289,7 +289,7 @@ class _Round:
                 continue
             room, action = found
             if len(chosen) + len(room) + 1 > self._bounds.max_actions:
-                continue
+                break
             chosen += [*room, action]
             left_bytes -= action.size_bytes
         for more in (self._let_go(), self._pins()):

@@ -58,6 +58,8 @@ LOAD_DEADLINE_MS: Final = 60_000
 """How long an engine may try to bring a copy."""
 ASKED_FOR_S: Final = 60.0
 """How long what was asked for counts as on its way, if no engine says that it came."""
+MAX_ANSWER_BYTES: Final = 16 << 20
+"""A replica describes some 100,000 artifacts in it."""
 MAX_CALLS: Final = 16
 """At a time."""
 MAX_PAUSE_S: Final = 300.0
@@ -361,7 +363,11 @@ class Copies:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         # Each address has one channel here, and a failed one is tried anew when it is asked again.
-        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+        options = (
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+        )
         if self._credentials is None:
             return grpc.aio.insecure_channel(address, options)
         return grpc.aio.secure_channel(address, self._credentials, options)
@@ -452,7 +458,8 @@ class Copies:
                     # About this artifact only: it does not fit, or the store has lost it.
                     self._on_outcome(action, code.name.lower())
             else:
-                line.num_failures = 0
+                if self._clock() >= line.not_before_s:
+                    line.num_failures = 0
 
     def _fail(self, line: _Line, action: str, outcome: str) -> None:
         """Leave a service alone for longer each time."""

@@ -378,6 +378,27 @@ async def test_a_service_that_is_away_is_left_alone_but_not_for_ever(
         assert other.prefetched == {digests[0]}
 
 
+async def test_a_service_of_another_replica_is_asked_for_nothing(
+    start_engine: StartEngine,
+    start_stub: StartStub,
+    session: aiohttp.ClientSession,
+    store: LocalStore,
+    manifests: list[Manifest],
+    digests: list[Digest],
+) -> None:
+    """As when an address has a new owner: counted, and looked at again later and later."""
+    engine = await asyncio.to_thread(start_engine, "r7", access=ControlAccess(TOKEN))
+    async with stepped(session, start_stub, store, manifests[0], "r0") as by_hand:
+        by_hand.register("r0", engine.address)
+        by_hand.serve(digests[0], MANY)
+        for pause_s in (20.0, 40.0):
+            assert await by_hand.act() == [("describe", "another_replica")]
+            by_hand.clock.now_s += pause_s * 0.99
+            assert await by_hand.act() == []
+            by_hand.clock.now_s += pause_s * 0.02
+        assert engine.prefetched == set()
+
+
 async def test_what_was_asked_for_is_not_asked_for_again_at_once(
     start_engine: StartEngine,
     start_stub: StartStub,
