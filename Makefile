@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-engine bench-gateway bench-placement bench-prediction bench-selection loadtest screenshot generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-copies bench-engine bench-gateway bench-placement bench-prediction bench-selection loadtest screenshot generate lock
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ imports: setup
 
 bench-codecs: setup ## What a codec saves and costs on real keys and values
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_codecs
+
+bench-copies: setup ## What copies ahead of demand are worth, in simulated fleets
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_copies $(ARGS)
 
 bench-engine: setup ## What a Cartridge costs on a real engine, beside a plain prompt
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_engine

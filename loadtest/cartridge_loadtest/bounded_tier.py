@@ -68,6 +68,13 @@ class BoundedTier:
             self.used -= self._sizes.pop(digest)
         return gone
 
+    def drop(self, digest: Digest) -> bool:
+        """Let one go that is not in use; whether it was there."""
+        if digest not in self._sizes or digest in self._uses:
+            return False
+        self.used -= self._sizes.pop(digest)
+        return True
+
     def clear(self) -> None:
         """Everything is lost."""
         self._sizes.clear()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from cartridge_loadtest.copies_model import CopiesModel
 from cartridge_loadtest.event_heap import EventHeap
 from cartridge_loadtest.gateway_model import GatewayModel, StaleMap
 from cartridge_loadtest.replica_model import EngineProfile, ReplicaModel, Visit
@@ -22,6 +23,7 @@ from cartridge_policies import POLICIES
 from cartridge_policies.loads import Load
 from cartridge_policies.never_worse import NeverWorse
 from cartridge_policies.rates import ReplicaRates
+from cartridge_policies.replication import Bounds
 from cartridge_policies.types import Demand, PlacementPolicy, Refusal
 from cartridge_proto.digest import Digest
 from cartridge_proto.residency import TIERS_FASTEST_FIRST, ReplicaId, Tier
@@ -69,6 +71,11 @@ class FleetSettings:
     max_in_flight: int | None = None
     max_tries: int = 3
     failures: tuple[Failure, ...] = ()
+    replication: bool = False
+    """Copies are made before holders queue, and let go, by `cartridge_policies.replication`."""
+    replication_interval_s: float = 0.5
+    replication_tau_s: float = 20.0
+    replication_bounds: Bounds = field(default_factory=Bounds)
     seed: int = 0
     checks: bool = False
     """Check invariants at each end of a request (slow)."""
@@ -100,6 +107,8 @@ class Outcome:
     """Seconds of prefill on each replica."""
     num_evicted: int
     num_events: int
+    prefetched_bytes: int
+    """Brought ahead of any request; part of `moved_bytes`."""
 
     @property
     def load_ratio(self) -> float:
@@ -192,6 +201,16 @@ class _Run:
             )
             for index in range(settings.num_gateways)
         ]
+        self._copies: CopiesModel | None = None
+        if settings.replication:
+            self._copies = CopiesModel(
+                settings.replication_bounds,
+                settings.replication_tau_s,
+                self._gateways[0],
+                self._map,
+                self._replicas,
+                rates,
+            )
         count = len(workload.requests)
         self._errors = 1 + settings.estimate_error * chance.uniform(-1, 1, count)
         self._gateway_of = chance.integers(settings.num_gateways, size=count)
@@ -228,6 +247,8 @@ class _Run:
             self._clock.at(self._workload.requests[0].arrival_s, self._arrive, 0)
         if self._settings.share_s is not None and len(self._gateways) > 1:
             self._clock.at(self._settings.share_s, self._share, self._settings.share_s)
+        if self._copies is not None:
+            self._clock.at(self._settings.replication_interval_s, self._replicate)
         self._clock.run()
         replicas = self._replicas.values()
         moved = {
@@ -249,6 +270,7 @@ class _Run:
             prefill_s=np.array([replica.busy_s for replica in replicas]),
             num_evicted=sum(replica.num_evicted for replica in replicas),
             num_events=self._clock.num_events,
+            prefetched_bytes=sum(replica.prefetched_bytes for replica in replicas),
         )
 
     def _share(self, every_s: float) -> None:
@@ -264,6 +286,12 @@ class _Run:
             gateway.note_others(others, now_s)
         if not self._num_ends.all():
             self._clock.after(every_s, self._share, every_s)
+
+    def _replicate(self) -> None:
+        """One gateway of the fleet asks the policy, and has engines do what it says."""
+        if self._copies is not None and not self._num_ends.all():
+            self._copies.act(self._clock.now_s)
+            self._clock.after(self._settings.replication_interval_s, self._replicate)
 
     # --- requests --------------------------------------------------------------------------------
     def _arrive(self, index: int) -> None:
@@ -319,6 +347,8 @@ class _Run:
         if visit.request.cartridges:
             self._plain_s[course.index] = visit.came_s - course.came_s + visit.plain_s
         self._hits.update(visit.held.values())
+        if self._copies is not None:
+            self._copies.note(course.booking, course.demand, self._clock.now_s)
 
     def _learn(self, course: _Course, visit: Visit) -> None:
         """A gateway compares what it predicted with the first token that it sees."""

@@ -145,6 +145,22 @@ class GatewayModel:
         tiers = dict(zip(digests, best.tiers, strict=True))
         return self.loads.book(row, demand, tiers=tiers, now_s=now_s, is_streamed=is_streamed)
 
+    def busy_s(self, now_s: float) -> dict[ReplicaId, tuple[float, float]]:
+        """What waits on each replica, as far as this gateway knows: work, and loads from the store.
+
+        Both in seconds.
+        """
+        found = ((name, self.loads.find(name)) for name in self._rates)
+        return {
+            name: (
+                row.own_load(now_s).pending_s + row.others.pending_s,
+                (row.pending_bytes[Tier.REMOTE] + row.others.pending_bytes.get(Tier.REMOTE, 0))
+                / row.rates.tiers[Tier.REMOTE].bytes_per_s,
+            )
+            for name, row in found
+            if row is not None
+        }
+
     def own_loads(self, now_s: float) -> dict[ReplicaId, Load]:
         """What it has on each replica, where it has anything."""
         found = ((name, self.loads.find(name)) for name in self._rates)

@@ -123,6 +123,8 @@ class ReplicaModel:
             for tier in (Tier.DRAM, Tier.NVME, Tier.REMOTE)
         }
         self.num_evicted = 0
+        self.prefetched_bytes = 0
+        """That were asked for ahead of any request."""
         self.busy_s = 0.0
         """Of prefill."""
         self._clock, self._store_link, self._published = clock, store_link, published
@@ -136,6 +138,7 @@ class ReplicaModel:
         self._boot += 1
         self._visits = dict[Visit, None]()
         self._loading = dict[Digest, list[Visit]]()
+        self._prefetches = dict[Digest, ArtifactDemand]()
         self._ready = deque[Visit]()
         self._ready_s = 0.0
         self._prefilling: Visit | None = None
@@ -187,6 +190,37 @@ class ReplicaModel:
             self._make_ready(visit)
         else:
             self._load_missing(visit)
+
+    @property
+    def dram_bytes(self) -> tuple[int, int]:
+        """Capacity, and what is used of it."""
+        return int(self._dram.capacity), self._dram.used
+
+    def prefetch(self, artifact: ArtifactDemand) -> None:
+        """Bring an artifact to dram once no request waits for a load; nothing if it is there.
+
+        As an engine's loaders do: one that has begun is not stopped by a request that comes.
+        """
+        digest = artifact.digest
+        if not self.is_up or digest in self._dram or digest in self._loading:
+            return
+        self._prefetches[digest] = artifact
+        self._begin_prefetch()
+
+    def evict(self, digest: Digest) -> None:
+        """Drop an artifact from dram."""
+        if self.is_up and self._dram.drop(digest):
+            self._tell({digest})
+
+    def _begin_prefetch(self) -> None:
+        while self._prefetches and not self._loading:
+            digest = next(iter(self._prefetches))
+            artifact = self._prefetches.pop(digest)
+            if digest not in self._dram:
+                self._loading[digest] = []
+                tier = Tier.NVME if digest in self._nvme else Tier.REMOTE
+                self.prefetched_bytes += artifact.size_bytes
+                self._plan_load(artifact, tier)
 
     def die(self) -> None:
         """All that is here fails; nothing it held is left."""
@@ -249,10 +283,14 @@ class ReplicaModel:
             if tier is Tier.HBM:
                 # Alone in the cache, wanted in a set: its keys move at the cost of a dram read.
                 tier = Tier.DRAM
-            rate = self.profile.tiers[tier]
-            num_chunks = ceil(artifact.size_bytes / CHUNK_BYTES)
-            delay_s = rate.latency_s + num_chunks * rate.s_per_chunk
-            self._clock.after(delay_s, self._begin_load, self._boot, artifact, tier)
+            self._prefetches.pop(artifact.digest, None)
+            self._plan_load(artifact, tier)
+
+    def _plan_load(self, artifact: ArtifactDemand, tier: Tier) -> None:
+        rate = self.profile.tiers[tier]
+        num_chunks = ceil(artifact.size_bytes / CHUNK_BYTES)
+        delay_s = rate.latency_s + num_chunks * rate.s_per_chunk
+        self._clock.after(delay_s, self._begin_load, self._boot, artifact, tier)
 
     def _begin_load(self, boot: int, artifact: ArtifactDemand, tier: Tier) -> None:
         if boot != self._boot:
@@ -282,6 +320,7 @@ class ReplicaModel:
             if not visit.num_missing:
                 self._hold_prefix(visit)
                 self._make_ready(visit)
+        self._begin_prefetch()
 
     def _hold_prefix(self, visit: Visit) -> None:
         key = visit.request.prefix

@@ -103,6 +103,10 @@ def redis_user_of_engine(replica: str) -> str:
     return f"cartridge-engine-{replica}"
 
 
+# --- control ---------------------------------------------------------------------------------
+CONTROL_OWNER: Final = "cartridge-router"
+"""Owner of the pins that gateways make; one name for all, so that any of them can end them."""
+
 # --- environment -----------------------------------------------------------------------------
 ENV_PREFIX: Final = "CARTRIDGE_ROUTER_"
 ENV_RESIDENCY_KEY: Final = "CARTRIDGE_ROUTER_RESIDENCY_KEY"
@@ -190,6 +194,7 @@ METRIC_RELOAD_FAILURES: Final = "cartridge_router_reload_failures"
 METRIC_EJECTIONS: Final = "cartridge_router_ejections"
 METRIC_BROKEN_ANSWERS: Final = "cartridge_router_broken_answers"
 METRIC_CUT_ANSWERS: Final = "cartridge_router_cut_answers"
+METRIC_COPIES: Final = "cartridge_router_copies"
 
 # --- trace spans and attributes (OpenTelemetry) ------------------------------------------------
 ATTR_REPLICA: Final = "cartridge.replica"

@@ -28,6 +28,7 @@ from cartridge_proto.composition import OnMiss
 from cartridge_proto.residency import ReplicaId
 from cartridge_router.admission import Admission, Ticket
 from cartridge_router.catalog import Catalog
+from cartridge_router.copies import Copies
 from cartridge_router.decisions import DecisionLog, LoggedRequest
 from cartridge_router.dialects import DIALECTS, Dialect
 from cartridge_router.doors import Doors
@@ -140,6 +141,8 @@ class Services:
     """The other workers; `None` where there is one process."""
     shared_loads: SharedLoads | None
     """What other gateways have booked; `None` without Redis."""
+    copies: Copies | None
+    """What has engines copy hot Cartridges; `None` where it is off, or another worker does it."""
 
     @property
     def settings(self) -> Settings:

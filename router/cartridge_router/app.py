@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,7 @@ from cartridge_router.admin import running_admin
 from cartridge_router.admission import Admission
 from cartridge_router.api import Api, Services, around_handlers, closing_when_draining
 from cartridge_router.catalog import Catalog
+from cartridge_router.copies import ControlLogin, Copies, read_control_login
 from cartridge_router.decisions import DecisionLog
 from cartridge_router.discovery import Channel
 from cartridge_router.discovery.dns_name import DnsName
@@ -72,6 +74,8 @@ RECEIPT_WAIT_S = 1.0
 """How long a failed request waits for the receipt that explains it."""
 LAST_WORDS_S: Final = 1.0
 """How long those whose requests are cut off may take to read why."""
+USUAL_TOKENS: Final = 500
+"""Of a prompt, where none was seen yet."""
 BACKLOG = 1024
 """Connections that the kernel holds for us; clients come in bursts."""
 TURNS_TO_HANDLER = 10
@@ -94,6 +98,9 @@ async def running_services(
 ) -> AsyncIterator[Services]:
     """Everything that runs beside the HTTP server, for as long as the block does."""
     login = await asyncio.to_thread(EngineLogin, settings.engines)
+    control = None
+    if worker is None or worker.serves_operators:
+        control = await asyncio.to_thread(read_control_login, settings.replication, os.environ)
     client = CLIENTS[settings.forwarding.client](
         idle_s=ENGINE_KEEPALIVE_S, read_buffer_bytes=UPSTREAM_BUFFER_BYTES
     )
@@ -111,7 +118,7 @@ async def running_services(
             if traces is not None:
                 stack.push_async_callback(asyncio.to_thread, traces.shutdown)
             services, jobs = _construct(
-                settings, key, session, client, login, tracer, drain, worker
+                settings, key, session, client, login, control, tracer, drain, worker
             )
             stack.callback(services.catalog.close)
             stack.callback(services.finder.close)
@@ -142,10 +149,12 @@ def _construct(
     session: aiohttp.ClientSession,
     client: UpstreamClient,
     login: EngineLogin,
+    control: ControlLogin | None,
     tracer: trace.Tracer | None,
     drain: Drain,
     worker: Worker | None,
 ) -> tuple[Services, list[Job]]:
+    _check_key(settings, key)
     metrics = Metrics()
     receipts = ReceiptBook()
 
@@ -186,7 +195,7 @@ def _construct(
     )
     observations.is_learning = settings.placement.learn_rates
     fleet.set_all(Source.SETTINGS, settings.replica_urls())
-    sources = _construct_sources(settings, key, fleet, residency, metrics)
+    sources = _construct_sources(settings, fleet, residency, metrics)
     signing_keys = None
     if settings.tenants.jwks_url is not None:
         signing_keys = SigningKeys(settings.tenants.jwks_url, session)
@@ -220,14 +229,17 @@ def _construct(
         settings=settings.selection,
         on_search=functools.partial(_count_search, metrics),
     )
-    shared_loads = None
-    if settings.redis_url is not None:
-        shared_loads = SharedLoads(
-            url=settings.redis_url,
-            key=key,
+    shared_loads = _construct_shared_loads(settings, key, fleet, count_rejected)
+    copies = None
+    if control is not None:
+        copies = Copies(
+            settings.replication,
             fleet=fleet,
-            is_on=settings.placement.share_loads,
-            on_rejected=count_rejected,
+            residency=residency,
+            catalog=catalog,
+            login=control,
+            service_s=lambda: observations.service_s or fleet.rates.prefill_s(USUAL_TOKENS, 0),
+            on_outcome=lambda action, outcome: metrics.copies.labels(action, outcome).inc(),
         )
     services = Services(
         live=LiveSettings(settings),
@@ -264,6 +276,7 @@ def _construct(
         render_metrics=render_metrics,
         siblings=siblings,
         shared_loads=shared_loads,
+        copies=copies,
     )
 
     return services, [*sources, *_jobs(settings, services, login, signing_keys)]
@@ -280,18 +293,55 @@ def _jobs(
         renewed = Renewed("engines", login.files, login.renew, failed.inc)
         jobs.append(renewed.run)
     if settings.redis_url is not None:
-        on_receipt = _counted(services.metrics, services.receipts, services.observations)
+        on_receipt = _counted(
+            services.metrics, services.receipts, services.observations, services.copies
+        )
         reader = RedisReader(
             url=settings.redis_url, residency=services.residency, on_receipt=on_receipt
         )
         jobs.append(reader.run)
     if services.shared_loads is not None:
         jobs.append(services.shared_loads.run)
+    if services.copies is not None:
+        jobs.append(services.copies.run)
     if settings.tenants.keys_file is not None:
         jobs.append(services.tenants.run)
     if signing_keys is not None:
         jobs.append(signing_keys.run)
     return jobs
+
+
+def _construct_shared_loads(
+    settings: Settings, key: bytes | None, fleet: Fleet, on_rejected: Callable[[str], None]
+) -> SharedLoads | None:
+    if settings.redis_url is None:
+        return None
+    return SharedLoads(
+        url=settings.redis_url,
+        key=key,
+        fleet=fleet,
+        is_on=settings.placement.share_loads,
+        on_rejected=on_rejected,
+    )
+
+
+def _check_key(settings: Settings, key: bytes | None) -> None:
+    """Without a key whoever can write to Redis could say where replicas and their controls are.
+
+    Raises:
+        ConfigurationError: naming what needs it.
+    """
+    needing = {
+        "fleet.from_registrations": settings.fleet.from_registrations,
+        "replication.enabled": settings.replication.enabled,
+    }
+    problems = [
+        f"{name}: needs the residency key, in {ENV_RESIDENCY_KEY}"
+        for name, is_on in needing.items()
+        if is_on and key is None
+    ]
+    if problems:
+        raise ConfigurationError(problems)
 
 
 def _load_finder(finder: Finder) -> None:
@@ -312,7 +362,7 @@ def _count_search(metrics: Metrics, outcome: SearchOutcome, seconds: float) -> N
 
 
 def _counted(
-    metrics: Metrics, receipts: ReceiptBook, observations: Observations
+    metrics: Metrics, receipts: ReceiptBook, observations: Observations, copies: Copies | None
 ) -> Callable[[Receipt], None]:
     """What happens to a receipt: it is compared with what was predicted, learned from, kept."""
 
@@ -328,12 +378,14 @@ def _counted(
             metrics.mispredictions.labels(predicted.value, served.value).inc()
         observations.note_receipt(receipt)
         receipts.note(receipt)
+        if copies is not None:
+            copies.note_receipt(receipt)
 
     return on_receipt
 
 
 def _construct_sources(
-    settings: Settings, key: bytes | None, fleet: Fleet, residency: ResidencyMap, metrics: Metrics
+    settings: Settings, fleet: Fleet, residency: ResidencyMap, metrics: Metrics
 ) -> list[Job]:
     """What keeps the fleet as its sources list it.
 
@@ -357,10 +409,6 @@ def _construct_sources(
     if wanted.kubernetes.service is not None:
         jobs.append(_endpoint_slices(wanted.kubernetes, channel(Source.KUBERNETES)))
     if wanted.from_registrations:
-        if key is None:
-            # Whoever can write to Redis could draw the requests of all clients.
-            problem = f"fleet.from_registrations: needs the residency key, in {ENV_RESIDENCY_KEY}"
-            raise ConfigurationError([problem])
         jobs.append(Registrations(residency, channel(Source.REGISTRATION)).run)
     return jobs
 
@@ -526,6 +574,8 @@ def apply_settings(services: Services, doors: Doors, settings: Settings) -> None
     if services.shared_loads is not None:
         services.shared_loads.is_on = settings.placement.share_loads
     services.forwarder.configure(settings.forwarding, settings.clients.write_timeout_s)
+    if services.copies is not None:
+        services.copies.settings = settings.replication
     services.drain.settings = settings.drain
     doors.max_connections = settings.clients.max_connections or most_connections()
     doors.head_timeout_s = settings.clients.head_timeout_s

@@ -26,6 +26,8 @@ NEEDS_RESTART: Final = frozenset(
     | {"telemetry.otlp_endpoint", "clients.keep_alive_s", "forwarding.client"}
     | {f"tls.{name}" for name in ("cert_file", "key_file", "client_ca_file")}
     | {f"engines.{name}" for name in ("ca_file", "cert_file", "key_file", "api_key_file")}
+    | {f"replication.{name}" for name in ("enabled", "rate_window_s", "token_file")}
+    | {f"replication.{name}" for name in ("ca_file", "cert_file", "key_file")}
     | {f"admin.{name}" for name in ("host", "port", "token_file")}
     | {f"fleet.{name}" for name in ("file", "file_poll_s", "dns", "dns_refresh_s")}
     | {"placement.prediction_spread"}

@@ -20,6 +20,8 @@ PredictionSeen = Callable[[float], None]
 MAX_REGRET: Final = 0.05
 """By which share of the fallback's predicted time Cartridges may come later without a word."""
 logger = logging.getLogger(__name__)
+_NEWEST = 0.02
+"""Weight of the last stream in the average."""
 
 
 class Observations:
@@ -39,6 +41,8 @@ class Observations:
         on_compared: PredictionSeen = lambda ratio: None,
     ) -> None:
         self.is_learning = True
+        self.service_s: float | None = None
+        """What a stream's prefill is predicted to take, on average; `None` before the first."""
         self._never_worse = never_worse or NeverWorse()
         self._residuals = Residuals()
         """Of all first tokens."""
@@ -62,6 +66,8 @@ class Observations:
 
         `comparison`: with what texts were predicted to take. `is_text`: they stood in.
         """
+        before_s = booking.work_s if self.service_s is None else self.service_s
+        self.service_s = before_s + _NEWEST * (booking.work_s - before_s)
         predicted_s = candidate.total_s
         if predicted_s > 0:
             self._on_prediction(elapsed_s / predicted_s)

@@ -83,12 +83,21 @@ class Overview:
             "models_left_out": len(row["models"]) - len(models),
             "is_registered": registration is not None,
             "is_draining": registration is not None and registration.is_draining,
+            "handover": self._handover(name),
             "engine_version": registration.engine_version if registration is not None else None,
             "has_extension": replica.has_extension if replica is not None else None,
             "used_bytes": (
                 None if used_bytes is None else {tier.value: n for tier, n in used_bytes.items()}
             ),
         }
+
+    def _handover(self, name: ReplicaId) -> dict[str, int] | None:
+        """Hot artifacts of a replica that leaves, and how many of them others have."""
+        copies = self._services.copies
+        found = None if copies is None else copies.handovers.get(name)
+        if found is None:
+            return None
+        return {"num_hot": found.num_hot, "num_elsewhere": found.num_elsewhere}
 
     def _cartridges(self, replicas: list[str]) -> dict[str, Any]:
         """The hottest Cartridges, then others; the tiers of each in the order of the replicas."""

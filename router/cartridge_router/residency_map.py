@@ -155,6 +155,11 @@ class ResidencyMap:
             if record is not None and record.state is ResidencyState.READY
         }
 
+    def record(self, replica: ReplicaId, digest: Digest) -> ResidencyRecord | None:
+        """What a replica says of one artifact, also of one on its way; `None` = nothing."""
+        rows = self._replicas.get(replica)
+        return rows.records.get(digest) if rows is not None else None
+
     def registration(self, replica: ReplicaId) -> Registration | None:
         """What a replica says of itself; kept through `degraded` and `fallback`."""
         rows = self._replicas.get(replica)

@@ -240,6 +240,28 @@ class FleetSettings(_Section, frozen=True, kw_only=True):
     """How long the first time; each further time longer by as much."""
 
 
+class ReplicationSettings(_Section, frozen=True, kw_only=True):
+    """Copies of hot Cartridges, made before those who have them queue (docs/operating.md)."""
+
+    enabled: bool = False
+    """Call engines' control services; needs redis_url, store and the residency key."""
+    interval_s: PositiveSeconds = 5.0
+    """Between two rounds."""
+    max_actions: PositiveCount = 16
+    """Of one round."""
+    max_copy_bytes_per_s: PositiveCount = 256 << 20
+    """Of all copies together, on average; a larger one than a minute of it is not made."""
+    rate_window_s: PositiveSeconds = 60.0
+    """What came longer ago says little of what will come."""
+    token_file: str | None = None
+    """File with the engines' control token, if not in CARTRIDGE_ROUTER_CONTROL_TOKEN."""
+    ca_file: str | None = None
+    """Authority of the control services' certificates; absent = they are called without TLS."""
+    cert_file: str | None = None
+    """What the gateway shows to them."""
+    key_file: str | None = None
+
+
 class AdminSettings(_Section, frozen=True, kw_only=True):
     """A listener for operators: `/ui`, `/admin/state`, `/admin/replicas`."""
 
@@ -403,6 +425,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     residency: ResidencySettings = ResidencySettings()
     responses: ResponseSettings = ResponseSettings()
     fleet: FleetSettings = FleetSettings()
+    replication: ReplicationSettings = ReplicationSettings()
     drain: DrainSettings = DrainSettings()
     admin: AdminSettings = AdminSettings()
     tenants: TenantSettings = TenantSettings()
@@ -517,6 +540,17 @@ def _fleet_problems(settings: Settings) -> list[str]:
     problems = []
     if settings.fleet.from_registrations and settings.redis_url is None:
         problems.append("fleet.from_registrations: needs redis_url")
+    replication = settings.replication
+    if replication.enabled:
+        problems += [
+            f"replication.enabled: needs {name}"
+            for name in ("redis_url", "store")
+            if getattr(settings, name) is None
+        ]
+    if (replication.key_file is None) is not (replication.cert_file is None):
+        problems.append("replication.cert_file and replication.key_file: both or neither")
+    if replication.cert_file is not None and replication.ca_file is None:
+        problems.append("replication.cert_file: goes with replication.ca_file")
     kubernetes = settings.fleet.kubernetes
     if kubernetes.service is not None and kubernetes.namespace is None:
         problems.append("fleet.kubernetes.namespace: must be set with a service")

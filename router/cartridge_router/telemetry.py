@@ -216,6 +216,12 @@ class Metrics:
             "Requests that ran when the gateway could wait no longer for its own end.",
             registry=registry,
         )
+        self.copies = Counter(
+            names.METRIC_COPIES,
+            "Calls to engines' control services about copies of artifacts, by how they ended.",
+            ["action", "outcome"],
+            registry=registry,
+        )
         self.broken_answers = Counter(
             names.METRIC_BROKEN_ANSWERS,
             "Answers that a replica broke off after the first byte.",

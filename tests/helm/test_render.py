@@ -638,6 +638,25 @@ def test_each_pod_is_reached_by_whom_the_values_name() -> None:
     assert set(callers_of(of_engine)) == set(ports.values())
 
 
+def test_gateways_that_have_engines_copy_get_their_token_and_reach_them() -> None:
+    """With `replication.enabled` only: the token of the engines, and a way to the control port."""
+    values = values_of(CHART / "ci" / "network-policy-values.yaml")
+    plain = render(values)
+    values["router"]["config"]["replication"] = {"enabled": True}
+    copies = render(values)
+    token = "CARTRIDGE_ROUTER_CONTROL_TOKEN"
+    assert token not in env_of(only(plain, "Deployment"))
+    assert env_of(only(copies, "Deployment"))[token] == env_of(only(copies, "StatefulSet"))[token]
+    gateway, engine = only(copies, "Deployment"), only(copies, "StatefulSet")
+    (policy,) = (
+        item for item in copies if item["kind"] == "NetworkPolicy" and selected(item, engine)
+    )
+    assert callers_of(policy)[8002] == [
+        pods_of(gateway),
+        {"podSelector": {"matchLabels": {"app": "prefetcher"}}},
+    ]
+
+
 def test_redis_is_reached_by_gateways_and_engines() -> None:
     """And by the others that are named; without its labels the chart cannot know it."""
     objects = network_objects()
