@@ -288,9 +288,9 @@ def _jobs(
     """What keeps services true."""
     jobs: list[Job] = [services.fleet.watch, services.admission.run]
     jobs += [services.catalog.run, services.finder.run]
-    if login.files:
+    if login.watch.files:
         failed = services.metrics.reload_failures.labels("engines")
-        renewed = Renewed("engines", login.files, login.renew, failed.inc)
+        renewed = Renewed("engines", login.watch, login.renew, failed.inc)
         jobs.append(renewed.run)
     if settings.redis_url is not None:
         on_receipt = _counted(
@@ -520,7 +520,7 @@ async def running_gateway(
             jobs = list[Job]()
             failures = services.metrics.reload_failures
             if tls is not None:
-                renewed = Renewed("tls", tls.files, tls.renew, failures.labels("tls").inc)
+                renewed = Renewed("tls", tls.watch, tls.renew, failures.labels("tls").inc)
                 jobs.append(renewed.run)
             if source is not None:
                 jobs.append(

@@ -25,7 +25,7 @@ class Renewed:
 
     Args:
         what: for messages.
-        files: absent ones count as well.
+        watch: the files, looked at before they were first read: no change goes unseen.
         renew: reads the files; raises `ConfigurationError` and changes nothing when it cannot.
         on_failure: called each time that new files are not taken.
     """
@@ -33,21 +33,17 @@ class Renewed:
     def __init__(
         self,
         what: str,
-        files: list[Path],
+        watch: FileWatch,
         renew: Callable[[], None],
         on_failure: Callable[[], None],
     ) -> None:
         self._what = what
-        self._files = files
+        self._watch = watch
         self._renew = renew
         self._on_failure = on_failure
-        self._watch: FileWatch | None = None
 
     async def run(self) -> None:
         """Look at the files until cancelled."""
-        # Kept over a new start of this job: no change goes unseen.
-        if self._watch is None:
-            self._watch = await asyncio.to_thread(FileWatch, self._files)
         while True:
             await asyncio.sleep(REFRESH_S)
             if await asyncio.to_thread(self._watch.has_changed):
@@ -73,17 +69,14 @@ class ServerTls:
 
     def __init__(self, settings: TlsSettings) -> None:
         self._settings = settings
+        self.watch = FileWatch(
+            _paths(settings.cert_file, settings.key_file, settings.client_ca_file)
+        )
         self._present = self._read()
         # The listener keeps the context that it was given; each handshake takes certificates and
         # authorities of the present one. What OpenSSL does not take from there is set on both.
         self.context = self._read()
         self.context.sni_callback = self._choose
-
-    @property
-    def files(self) -> list[Path]:
-        """All files it is made of."""
-        settings = self._settings
-        return _paths(settings.cert_file, settings.key_file, settings.client_ca_file)
 
     def renew(self) -> None:
         """Read the files for connections to come.
@@ -122,15 +115,10 @@ class EngineLogin:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self.context, self.headers = self._read()
-
-    @property
-    def files(self) -> list[Path]:
-        """All files it is made of."""
-        settings = self._settings
-        return _paths(
-            settings.ca_file, settings.cert_file, settings.key_file, settings.api_key_file
+        self.watch = FileWatch(
+            _paths(settings.ca_file, settings.cert_file, settings.key_file, settings.api_key_file)
         )
+        self.context, self.headers = self._read()
 
     def renew(self) -> None:
         """Read the files for connections and requests to come.

@@ -14,7 +14,7 @@ class FileWatch:
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._files = tuple(files)
+        self.files = tuple(files)
         self._states = self._look()
 
     def has_changed(self) -> bool:
@@ -23,7 +23,7 @@ class FileWatch:
         return self._states != before
 
     def _look(self) -> list[tuple[int, ...] | None]:
-        return [_state_of(file) for file in self._files]
+        return [_state_of(file) for file in self.files]
 
 
 def _state_of(file: Path) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ from cartridge_router import tls
 from cartridge_router.errors import ConfigurationError
 from cartridge_router.settings import EngineSettings, Settings, TlsSettings, load_settings
 from cartridge_router.tls import EngineLogin, Renewed, ServerTls
+from cartridge_router.watching import FileWatch
 from tests.router.certificates import Authority, make_authority
 from tests.router.gateway_client import CHAT, Gateway, StartGateway, quick_gateway, until_true
 from tests.router.stub_engine import StartStub, StubEngine, answer_ok
@@ -322,6 +323,28 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Pat
         assert "two words" not in str(caught.value)
 
 
+async def test_what_changes_before_it_is_watched_is_seen(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """A certificate that is replaced while the gateway starts is not shown for ever."""
+    certificate, key = authority.issue(tmp_path / "gateway", "first")
+    settings = TlsSettings(cert_file=str(certificate), key_file=str(key))
+    tls = await asyncio.to_thread(ServerTls, settings)
+    authority.issue(tmp_path / "gateway", "second")
+    renewed = asyncio.Event()
+
+    def renew() -> None:
+        tls.renew()
+        loop.call_soon_threadsafe(renewed.set)
+
+    loop = asyncio.get_running_loop()
+    running = asyncio.create_task(Renewed("tls", tls.watch, renew, lambda: None).run())
+    async with asyncio.timeout(20):
+        await renewed.wait()
+    running.cancel()
+    await asyncio.wait([running])
+
+
 async def test_what_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
     """A failure is counted once for each change, not for each look; so is a file that is away."""
     file = tmp_path / "file"
@@ -333,8 +356,9 @@ async def test_what_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
         if events[-1] in ("bad", "away"):
             raise ConfigurationError(["bad"])
 
+    watch = await asyncio.to_thread(FileWatch, [file])
     running = asyncio.create_task(
-        Renewed("test", [file], renew, lambda: events.append("failed")).run()
+        Renewed("test", watch, renew, lambda: events.append("failed")).run()
     )
     for content, expected in (("bad", "failed"), (None, "failed"), ("22", "22")):
         await asyncio.sleep(0.2)
