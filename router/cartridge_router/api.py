@@ -603,7 +603,9 @@ class Api:
             session=steering.session,
         )
         selection = await self._select(parsed, tenant, steering.session, is_dry=True)
-        other = await self._other_way(parsed, steering, selection)
+        other = None
+        if route is not Route.RESPONSES or previous_response_id(parsed) is None:
+            other = await self._other_way(parsed, steering, selection)
         try:
             placement = place(selection, stand_in=None if other is None else other.stand_in)
         except RouterError as error:

@@ -73,7 +73,11 @@ class _NoDraft(Exception):
 
 
 def suggest(args: argparse.Namespace) -> int:
-    """Draft cards with the model, each from its own Cartridge; 1 where some could not be made."""
+    """Draft cards with the model, each from its own Cartridge; 1 where some could not be made.
+
+    Raises:
+        ConfigurationError: the file cannot be written; the drafts are printed instead.
+    """
     # What is not there is said before minutes go into drafts of the others.
     wanted, num_failed = _wanted(_opened(args.store), args.cartridge), 0
     entries = []
@@ -92,7 +96,12 @@ def suggest(args: argparse.Namespace) -> int:
     if args.out is None:
         print(text, end="")
     else:
-        args.out.write_text(text, "utf-8")
+        try:
+            args.out.write_text(text, "utf-8")
+        except OSError as error:
+            # Minutes went into them.
+            print(text, end="")
+            raise ConfigurationError([f"--out: {error}"]) from error
     return 1 if num_failed else 0
 
 

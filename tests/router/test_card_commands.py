@@ -101,6 +101,19 @@ async def test_an_answer_that_is_no_json_is_no_draft(
     assert [entry["cartridge"] for entry in yaml.safe_load(said.out)] == ["b@1"]
 
 
+async def test_a_file_that_cannot_be_written_loses_no_draft(
+    store: LocalStore, start_stub: StartStub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """They are printed instead, with status 2."""
+    put_cartridge(store, "chat")
+    stub = await start_stub(answering(json.dumps(DRAFT)))
+    out = tmp_path / "absent" / "cards.yaml"
+    assert await asyncio.to_thread(suggest, store, stub.url, "--out", str(out)) == 2
+    said = capsys.readouterr()
+    assert "--out: " in said.err
+    assert [entry["title"] for entry in yaml.safe_load(said.out)] == ["The Harbour"]
+
+
 async def test_a_cartridge_that_is_not_there_is_said_before_any_is_drafted(
     store: LocalStore, start_stub: StartStub, capsys: pytest.CaptureFixture[str]
 ) -> None:
