@@ -145,7 +145,8 @@ class Row:
         return Load(
             self.num_in_flight,
             self.num_pending,
-            max(left_s, self.pending_s - self.head_s) + max(0.0, self.unseen_until_s - now_s),
+            # Sums of floats: what is left of nothing may be just below it, and is not believed.
+            max(0.0, left_s, self.pending_s - self.head_s) + max(0.0, self.unseen_until_s - now_s),
             self.pending_tokens,
             self.context_tokens,
             {tier: size for tier, size in self.pending_bytes.items() if size},

@@ -353,7 +353,10 @@ class _Round:
         best: tuple[tuple[float, float, str], ReplicaId, float, list[Digest]] | None = None
         held = self._held[digest]
         for name in self._able(state):
-            if name in held or not self._has_capacity(name, state.size_bytes):
+            # What goes in this round does not come back in it: both would be asked for at once.
+            if name in held or (digest, name) in self._gone:
+                continue
+            if not self._has_capacity(name, state.size_bytes):
                 continue
             victims = self._victims(name, state.size_bytes, digest)
             if victims is None:

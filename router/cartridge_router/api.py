@@ -63,6 +63,7 @@ from cartridge_router.request import (
     ParsedRequest,
     Route,
     engine_body,
+    has_known_length,
     parse_request,
     previous_response_id,
 )
@@ -339,7 +340,7 @@ class Api:
             return
         least_s = self._services.observations.at_least_s(placement.decision.best)
         left_s = asked.deadline_s - time.monotonic()
-        if least_s > left_s:
+        if least_s > left_s and has_known_length(asked.parsed):
             raise DeadlineExceeded(
                 f"no replica is expected to begin its answer in the {left_s:.3g} s that are left; "
                 f"the soonest in {least_s:.3g} s at the least"
@@ -602,7 +603,9 @@ class Api:
             session=steering.session,
         )
         selection = await self._select(parsed, tenant, steering.session, is_dry=True)
-        other = await self._other_way(parsed, steering, selection)
+        other = None
+        if route is not Route.RESPONSES or previous_response_id(parsed) is None:
+            other = await self._other_way(parsed, steering, selection)
         try:
             placement = place(selection, stand_in=None if other is None else other.stand_in)
         except RouterError as error:

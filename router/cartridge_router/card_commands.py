@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
@@ -74,10 +73,15 @@ class _NoDraft(Exception):
 
 
 def suggest(args: argparse.Namespace) -> int:
-    """Draft cards with the model, each from its own Cartridge; 1 where some could not be made."""
-    store, num_failed = _opened(args.store), 0
+    """Draft cards with the model, each from its own Cartridge; 1 where some could not be made.
+
+    Raises:
+        ConfigurationError: the file cannot be written; the drafts are printed instead.
+    """
+    # What is not there is said before minutes go into drafts of the others.
+    wanted, num_failed = _wanted(_opened(args.store), args.cartridge), 0
     entries = []
-    for alias, manifest in _wanted(store, args.cartridge):
+    for alias, manifest in wanted:
         try:
             draft = _ask(args.url, args.model, alias, manifest)
         except (_NoDraft, OSError, http.client.HTTPException) as error:
@@ -92,7 +96,12 @@ def suggest(args: argparse.Namespace) -> int:
     if args.out is None:
         print(text, end="")
     else:
-        args.out.write_text(text, "utf-8")
+        try:
+            args.out.write_text(text, "utf-8")
+        except OSError as error:
+            # Minutes went into them.
+            print(text, end="")
+            raise ConfigurationError([f"--out: {error}"]) from error
     return 1 if num_failed else 0
 
 
@@ -155,15 +164,15 @@ def _opened(text: str) -> Store:
         raise ConfigurationError([f"--store: {error}"]) from error
 
 
-def _wanted(store: Store, aliases: list[str] | None) -> Iterator[tuple[str, Manifest]]:
+def _wanted(store: Store, aliases: list[str] | None) -> list[tuple[str, Manifest]]:
     """Cartridges that are named, or all.
 
     Raises:
         ConfigurationError: one that is named is not there.
     """
     try:
-        for alias in sorted(store.aliases()) if aliases is None else aliases:
-            yield alias, store.read_manifest(store.resolve(alias))
+        names = sorted(store.aliases()) if aliases is None else aliases
+        return [(alias, store.read_manifest(store.resolve(alias))) for alias in names]
     except StoreError as error:
         raise ConfigurationError([f"--cartridge: {error}"]) from error
 
@@ -199,6 +208,11 @@ def _ask(url: str, model: str, alias: str, manifest: Manifest) -> _Draft:
 
 
 def _post(url: str, path: str, body: dict[str, Any]) -> Any:
+    """The JSON of an answer.
+
+    Raises:
+        _NoDraft: another status than 200, or no JSON.
+    """
     parts = urlsplit(url)
     if parts.scheme not in _CONNECTIONS or not parts.netloc or parts.path not in {"", "/"}:
         raise ConfigurationError([f"--url: {url!r} is not http(s)://host:port"])
@@ -214,4 +228,7 @@ def _post(url: str, path: str, body: dict[str, Any]) -> Any:
         connection.close()
     if answer.status != http.client.OK:
         raise _NoDraft(f"HTTP {answer.status}: {data[:300].decode('utf-8', 'replace')}")
-    return msgspec.json.decode(data)
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise _NoDraft(f"no JSON was answered: {error}") from error

@@ -5,6 +5,7 @@ requests, or was tried twice: it says nothing of the rates.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -19,6 +20,9 @@ PredictionSeen = Callable[[float], None]
 
 MAX_REGRET: Final = 0.05
 """By which share of the fallback's predicted time Cartridges may come later without a word."""
+KNOWN_S: Final = 30.0
+"""Without a first token for so long, how predictions came out before says nothing of now: those
+refused for it teach nothing, and a slow minute would never end."""
 logger = logging.getLogger(__name__)
 _NEWEST = 0.02
 """Weight of the last stream in the average."""
@@ -39,6 +43,7 @@ class Observations:
         *,
         never_worse: NeverWorse | None = None,
         on_compared: PredictionSeen = lambda ratio: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_learning = True
         self.service_s: float | None = None
@@ -46,6 +51,9 @@ class Observations:
         self._never_worse = never_worse or NeverWorse()
         self._residuals = Residuals()
         """Of all first tokens."""
+        self._clock = clock
+        self._seen_s = clock()
+        """When the last of them came."""
         self._on_compared = on_compared
         self._fleet = fleet
         self._on_prediction = on_prediction
@@ -71,7 +79,9 @@ class Observations:
         predicted_s = candidate.total_s
         if predicted_s > 0:
             self._on_prediction(elapsed_s / predicted_s)
+            self._forget_old()
             self._residuals.note(predicted_s, elapsed_s)
+            self._seen_s = self._clock()
         if is_text:
             self._never_worse.fallback.note(predicted_s, elapsed_s)
             # The engine may have had a part of the text in its own prefix cache: of the rates it
@@ -103,9 +113,14 @@ class Observations:
     def at_least_s(self, candidate: Candidate) -> float:
         """What a first token from there will take in all likelihood, by how predictions came out.
 
-        0 while too few came to say so.
+        0 while too few came to say so, of late.
         """
+        self._forget_old()
         return self._residuals.at_least_s(candidate.total_s)
+
+    def _forget_old(self) -> None:
+        if self._clock() - self._seen_s > KNOWN_S:
+            self._residuals = Residuals()
 
     def note_receipt(self, receipt: Receipt) -> None:
         """An engine says how long a prefix took to load, and from where."""

@@ -76,6 +76,11 @@ class Route(StrEnum):
     """Anything else: passed to a replica of the model, without Cartridges."""
 
 
+_PREFILLED: Final = frozenset({Route.CHAT, Route.COMPLETIONS, Route.RESPONSES, Route.MESSAGES})
+_MEDIA: Final = (b"base64", b"_audio", b"_embeds")
+"""What stands beside bytes that are no text, in data URLs and in parts of each API."""
+
+
 class _Fields(msgspec.Struct):
     model: str
     cartridge_ids: list[str] | None = None
@@ -174,6 +179,16 @@ def parse_request(
         num_choices=int(min(max(1.0, fields.n or 1.0), MAX_CHOICES)),
         is_streamed="stream" in body.members and body.members["stream"].value == b"true",
         can_take_prefix=hindrance is None,
+    )
+
+
+def has_known_length(request: ParsedRequest) -> bool:
+    """Whether the size of its body says about how many tokens are prefilled.
+
+    Images and sounds are many bytes and few tokens, and not on all routes anything is prefilled.
+    """
+    return request.route in _PREFILLED and not any(
+        mark in request.body.data for mark in _MEDIA if isinstance(request.body, JsonBody)
     )
 
 

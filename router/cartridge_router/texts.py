@@ -9,7 +9,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -30,6 +30,10 @@ class _Text(NamedTuple):
     size_bytes: int
 
 
+def _measured(text: str | None) -> _Text | None:
+    return None if text is None else _Text(text, len(text.encode()))
+
+
 class Texts:
     """Reads texts in threads of its own. For use from one event loop."""
 
@@ -40,6 +44,8 @@ class Texts:
         self._num_bytes = 0
         self._absent: OrderedDict[str, float] = OrderedDict()
         self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._late: dict[str, Future[str | None]] = {}
+        """What threads are reading for those who wait no longer, or have read since."""
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="text")
 
     async def read(self, cartridges: Sequence[Cartridge]) -> tuple[str, ...] | None:
@@ -65,6 +71,7 @@ class Texts:
         if lock is None:
             lock = self._reading[digest] = asyncio.Lock()
         async with lock:
+            self._keep_late()
             # Whoever had to wait for the lock finds what was read meanwhile.
             if digest in self._texts:
                 self._texts.move_to_end(digest)
@@ -85,19 +92,29 @@ class Texts:
         Raises:
             StoreUnavailable: the store is away, and may be back for the next request.
         """
-        job = self._readers.submit(
+        digest = cartridge.manifest.provenance.source_digest
+        # A store that always takes too long would be asked for the same again and again.
+        job = self._late.pop(digest, None) or self._readers.submit(
             self._catalog.read_text, cartridge.manifest, self.settings.max_text_bytes
         )
         try:
-            text = await asyncio.wrap_future(job)
-            return None if text is None else _Text(text, len(text.encode()))
+            return _measured(await asyncio.wrap_future(job))
         except StoreUnavailable:
             raise
         except (StoreError, OSError) as error:
             logger.warning("no text of %s: %s", cartridge.manifest.alias, error)
             return None
         finally:
-            job.cancel()
+            if not (job.cancel() or job.done()):
+                self._late[digest] = job
+
+    def _keep_late(self) -> None:
+        """Take in what came when nobody waited for it any more: as many as there are readers."""
+        for digest, job in list(self._late.items()):
+            if job.done():
+                del self._late[digest]
+                if job.exception() is None:
+                    self._keep(digest, _measured(job.result()))
 
     def _keep(self, digest: str, text: _Text | None) -> None:
         if text is None:

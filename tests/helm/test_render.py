@@ -657,6 +657,22 @@ def test_gateways_that_have_engines_copy_get_their_token_and_reach_them() -> Non
     ]
 
 
+def test_a_gateway_of_other_engines_names_no_secret_that_nobody_named() -> None:
+    """It may have their token from a file; a Secret that is named it gets."""
+    token = "CARTRIDGE_ROUTER_CONTROL_TOKEN"
+    changes = {
+        "engine__enabled": False,
+        "externalReplicas": ["a=http://a:8001"],
+        "router__config": {"replication": {"enabled": True}},
+    }
+    for secret in ("", "theirs"):
+        control = {"tokenSecret": {"secretName": secret, "secretKey": "token"}}
+        objects = render(minimal(engine__control=control, **changes))
+        reference = env_of(only(objects, "Deployment")).get(token)
+        wanted = {"secretKeyRef": {"name": secret, "key": "token"}} if secret else None
+        assert (reference or {}).get("valueFrom") == wanted
+
+
 def test_redis_is_reached_by_gateways_and_engines() -> None:
     """And by the others that are named; without its labels the chart cannot know it."""
     objects = network_objects()

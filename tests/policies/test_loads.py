@@ -103,6 +103,17 @@ def test_a_table_is_idle_again_when_all_has_ended(steps: list[tuple[str, int, fl
     assert queue_s(loads, now_s + 1_000) == 0
 
 
+def test_nothing_that_is_left_is_less_than_nothing() -> None:
+    """Sums of floats are off by a little: whoever is told of work below 0 believes nothing."""
+    for num_tokens in range(1, 100):
+        loads, row = table()
+        first = loads.book(row, Demand("m", (), 7), tiers={}, now_s=0.0)
+        loads.book(row, Demand("m", (), num_tokens), tiers={}, now_s=0.0)
+        first.note_first_token(1.0)
+        # The second one is late: nothing is behind it.
+        assert 0 <= row.own_load(1_000.0).pending_s < 1e-9
+
+
 @given(
     booked=st.lists(
         st.tuples(st.booleans(), st.booleans(), st.booleans(), st.integers(1, 500)), max_size=6

@@ -166,6 +166,23 @@ def test_the_order_of_what_is_known_does_not_matter(
     assert Replication(bounds).plan(other) == Replication(bounds).plan(view)
 
 
+def test_what_goes_in_a_round_does_not_come_back_in_it() -> None:
+    """Two hot ones, and one full replica: the engine is not asked for both at once."""
+    full = ReplicaState(RATES, capacity_bytes=10 * GB, spare_bytes=0, pin_bytes=0)
+    none = ReplicaState(RATES, capacity_bytes=0, spare_bytes=0, pin_bytes=0)
+    one, other = DIGESTS[:2]
+    artifacts = {
+        one: ArtifactState(GB, 10.0, dict.fromkeys(NAMES[:2], DRAM)),
+        other: ArtifactState(GB, 10.0),
+    }
+    replicas = {NAMES[0]: full, NAMES[1]: ReplicaState(RATES), NAMES[2]: none}
+    actions = plan(view_of(artifacts, replicas, service_s=1.0))
+    evicted = {a.digest for a in actions if a.kind is ActionKind.EVICT and a.replica == NAMES[0]}
+    assert evicted == {one}
+    assert copies_of(actions, one) == []
+    assert NAMES[0] in copies_of(actions, other)
+
+
 @given(view=_VIEWS, bounds=_BOUNDS)
 def test_the_last_copy_of_what_is_hot_stays(view: CopiesView, bounds: Bounds) -> None:
     """Of each artifact that is asked for within the horizon one ready copy is left."""

@@ -552,6 +552,50 @@ async def test_what_cannot_be_in_time_is_refused_at_once(
     await gateway.is_idle()
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBO" * 100_000}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "UklG" * 100_000, "format": "wav"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 80_000}]}, 504),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, 200),
+        (CHAT, {"messages": [{"role": "user", "content": [SOUND]}]}, 200),
+        ("/tokenize", {"prompt": "word " * 80_000}, 200),
+        ("/v1/messages/count_tokens", {"messages": [{"content": "word " * 80_000}]}, 200),
+    ],
+    ids=["text", "image", "sound", "tokenize", "count"],
+)
+async def test_what_is_long_and_soon_done_is_not_taken_for_hopeless(
+    path: str,
+    fields: dict[str, Any],
+    status: int,
+    start_gateway: StartGateway,
+    start_stub: StartStub,
+) -> None:
+    """A body's size says nothing of images and sounds, nor where nothing is prefilled."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await asyncio.sleep(0.02)
+        await response.prepare(request)
+        for _ in range(2):
+            await response.write(b'data: {"choices":[]}\n\n')
+        return response
+
+    stub = await start_stub(answer)
+    placement = PlacementSettings(learn_rates=False, prefill_base_s=0.02, prefill_s_per_token=0.005)
+    gateway = await start_gateway(quick_gateway(stub.url, placement=placement))
+    body = {"model": "sample", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    for _ in range(30):
+        assert (await gateway.post(CHAT, body)).status == 200
+    reply = await gateway.post(
+        path, {"model": "sample", **fields}, {"x-cartridge-deadline-ms": "20000"}
+    )
+    assert reply.status == status
+
+
 async def test_priorities_of_clients_order_the_queue(
     start_gateway: StartGateway, start_stub: StartStub
 ) -> None:

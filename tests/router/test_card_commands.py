@@ -82,6 +82,50 @@ async def test_what_is_no_card_is_said_and_left_out(
     assert yaml.safe_load(said.out) == []
 
 
+async def test_an_answer_that_is_no_json_is_no_draft(
+    store: LocalStore, start_stub: StartStub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a proxy's page with status 200; the drafts of the others are not lost."""
+
+    async def answer(request: web.Request) -> web.Response:
+        if len(stub.requests) == 1:
+            return web.Response(text="<html>", content_type="text/html")
+        return web.json_response({"choices": [{"message": {"content": json.dumps(DRAFT)}}]})
+
+    put_cartridge(store, "a")
+    put_cartridge(store, "b")
+    stub = await start_stub(answer)
+    assert await asyncio.to_thread(suggest, store, stub.url) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("a@1: no JSON was answered")
+    assert [entry["cartridge"] for entry in yaml.safe_load(said.out)] == ["b@1"]
+
+
+async def test_a_file_that_cannot_be_written_loses_no_draft(
+    store: LocalStore, start_stub: StartStub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """They are printed instead, with status 2."""
+    put_cartridge(store, "chat")
+    stub = await start_stub(answering(json.dumps(DRAFT)))
+    out = tmp_path / "absent" / "cards.yaml"
+    assert await asyncio.to_thread(suggest, store, stub.url, "--out", str(out)) == 2
+    said = capsys.readouterr()
+    assert "--out: " in said.err
+    assert [entry["title"] for entry in yaml.safe_load(said.out)] == ["The Harbour"]
+
+
+async def test_a_cartridge_that_is_not_there_is_said_before_any_is_drafted(
+    store: LocalStore, start_stub: StartStub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each draft takes its time."""
+    put_cartridge(store, "chat")
+    stub = await start_stub(answering(json.dumps(DRAFT)))
+    named = ("--cartridge", "chat@1", "--cartridge", "absent@1")
+    assert await asyncio.to_thread(suggest, store, stub.url, *named) == 2
+    assert "absent@1" in capsys.readouterr().err
+    assert stub.requests == []
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [

@@ -224,6 +224,23 @@ async def test_explain_tells_both_predictions(
     assert bodies_of(client) == []
 
 
+async def test_explain_promises_no_text_to_what_goes_on_from_a_response(
+    start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
+) -> None:
+    """As the request itself takes none: what it goes on from began without."""
+    put_document(store, num_tokens=SMALL)
+    gateway, _ = await start(start_replica, start_gateway, store, redis_url)
+    body = {"model": "sample", "cartridge_ids": [ALIAS], "input": "x"}
+    told = []
+    for fields in ({}, {"previous_response_id": "resp_1"}):
+        path = "/v1/cartridges/explain?route=/v1/responses"
+        reply = await gateway.post(path, {**body, **fields}, PREFILL)
+        assert reply.status == 200
+        told.append(reply.json["fallback"]["instead"])
+    assert told[0].startswith("fallback-text")
+    assert told[1] is None
+
+
 async def test_equal_replicas_take_turns_with_texts_too(
     start_replica: StartReplica, start_gateway: StartGateway, store: LocalStore, redis_url: str
 ) -> None:

@@ -21,7 +21,8 @@ from cartridge_proto.residency import (
     Tier,
 )
 from cartridge_router.fleet import Fleet
-from cartridge_router.observations import Observations
+from cartridge_router.observations import KNOWN_S, Observations
+from cartridge_router.testing import FakeClock
 from tests.loadtest.cartridge_requests import chat_body
 from tests.router.fleets import fleet_of
 from tests.router.gateway_client import CHAT, StartGateway, quick_gateway
@@ -71,6 +72,28 @@ def test_a_first_token_teaches_the_prefill_rate(fleet: Fleet) -> None:
             observations.note_first_token(predicted(0.5), DEMAND, booking, 1.0)
     assert rate(fleet) == pytest.approx(1.0, rel=0.05)
     assert ratios == [2.0] * 5
+
+
+def test_a_bound_ends_when_no_first_token_comes(fleet: Fleet) -> None:
+    """Whom it refuses can teach nothing: after a slow minute all would be refused for ever."""
+    clock = FakeClock()
+    observations = Observations(fleet, clock=clock)
+
+    def come(number: int, seconds: float) -> None:
+        for _ in range(number):
+            with fleet.in_flight(fleet.replicas[0], DEMAND) as booking:
+                observations.note_first_token(predicted(0.5), DEMAND, booking, seconds)
+
+    come(300, 2.0)
+    clock.advance(KNOWN_S)
+    assert observations.at_least_s(predicted(0.5)) > 1.5
+    come(1, 2.0)
+    clock.advance(KNOWN_S)
+    assert observations.at_least_s(predicted(0.5)) > 1.5
+    clock.advance(1.0)
+    assert observations.at_least_s(predicted(0.5)) == 0
+    come(30, 0.5)
+    assert 0 < observations.at_least_s(predicted(0.5)) < 0.6
 
 
 def test_a_text_teaches_its_own_residual_and_no_rate(fleet: Fleet) -> None:

@@ -121,6 +121,43 @@ async def test_a_slow_store_is_not_waited_for(store: LocalStore, catalog: Counti
         assert await texts.read([one]) == ("one",)
 
 
+async def test_what_comes_late_is_kept_and_not_read_again(
+    store: LocalStore, catalog: CountingCatalog
+) -> None:
+    """A store that always takes longer than the deadline is asked once, whoever waits or not."""
+    one, other = cartridge_of(store, "one"), cartridge_of(store, "other")
+    with texts_of(catalog) as texts:
+        catalog.gate.clear()
+        texts.settings = CartridgeSettings(text_deadline_ms=10)
+        for number, each in enumerate((one, other)):
+            # A thread may take longer to begin than the deadline is.
+            while catalog.num_reads <= number:
+                assert await texts.read([each]) is None
+        assert await texts.read([one]) is None
+        assert await texts.read([other]) is None
+        assert catalog.num_reads == 2
+        catalog.gate.set()
+        texts.settings = CartridgeSettings(text_deadline_ms=5_000)
+        assert await texts.read([one, other, one]) == ("one", "other", "one")
+        assert catalog.num_reads == 2
+
+
+async def test_what_failed_late_is_read_again(store: LocalStore, catalog: CountingCatalog) -> None:
+    """When the store is back, the failure of before is not told to whoever comes."""
+    one, other = cartridge_of(store, "one"), cartridge_of(store, "other")
+    with texts_of(catalog) as texts:
+        catalog.gate.clear()
+        catalog.is_away = True
+        texts.settings = CartridgeSettings(text_deadline_ms=10)
+        while not catalog.num_reads:
+            assert await texts.read([one]) is None
+        catalog.gate.set()
+        texts.settings = CartridgeSettings(text_deadline_ms=5_000)
+        assert await texts.read([other]) is None
+        catalog.is_away = False
+        assert await texts.read([other, one]) == ("other", "one")
+
+
 async def test_a_store_that_is_away_is_no_error(
     store: LocalStore, catalog: CountingCatalog
 ) -> None:
