@@ -250,6 +250,15 @@ def test_a_dead_replica_is_left_and_comes_back_cold() -> None:
     assert died.ttft_s[1] == pytest.approx(7)
 
 
+def test_what_was_planned_before_a_death_ends_nobody_after_it() -> None:
+    """An answer takes as long after a failure as on a fleet that never had one."""
+    long, late = ask(0.0, 1_000), ask(6.0, 1_000)
+    alone = run(late)
+    died = run(long, late, failures=(Failure(3.0, 0, 0.5),))
+    assert died.num_failed == 1
+    assert died.end_s[1] == pytest.approx(alone.end_s[0])
+
+
 def test_nobody_left_is_a_refusal() -> None:
     """The only replica is away: the request ends, refused."""
     outcome = run(ask(5), failures=(Failure(1.0, 0, 100.0),))
