@@ -16,6 +16,7 @@ import msgspec
 from cartridge_loadtest.run_summary import (
     LATE_P99,
     METRICS,
+    RECORDED,
     Run,
     Slo,
     faults_of_the_generator,
@@ -150,6 +151,17 @@ def judged(run: Run, targets: Targets) -> Verdict:
             target=f"<= {targets.late_p99_s:g}",
             ok=late_s is not None and late_s <= targets.late_p99_s,
             against="due to sent, 99th percentile: the generator's own fault",
+        )
+    )
+    recorded_ratio = values[RECORDED]
+    rows.append(
+        ResultRow(
+            name=RECORDED,
+            value=recorded_ratio,
+            unit="1",
+            target="= 1",
+            ok=recorded_ratio == 1,
+            against="planned requests that have a line: with others the run is invalid",
         )
     )
     return Verdict(rows=rows, faults=faults_of_the_generator(run, targets.late_p99_s))
