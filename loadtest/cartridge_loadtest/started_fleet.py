@@ -149,7 +149,9 @@ def existing_fleet(
     host = host.rstrip("/")
     if model is None:
         models = answer_of(f"{host}/v1/models", api_key)
-        if models is None or not models.get("data"):
+        if models is None:
+            raise LoadTestFailed(f"{host}/v1/models does not answer; use --model-name")
+        if not models.get("data"):
             raise LoadTestFailed(f"{host}/v1/models names no model; name one with --model-name")
         model = str(models["data"][0]["id"])
     if cartridges is None:
