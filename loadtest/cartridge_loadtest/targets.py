@@ -107,6 +107,9 @@ def read_targets(file: Path) -> Targets:
         name: _numbers(name, sections.get(name, {}), known, problems)
         for name, known in _SECTIONS.items()
     }
+    if not sections.get("targets"):
+        # A run in which everything fails would pass.
+        problems.append(f"targets: names none; known are {', '.join(sorted(METRICS))}")
     if problems:
         raise InvalidTargets(file, problems)
     return Targets(

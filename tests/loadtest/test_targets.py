@@ -71,9 +71,11 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         assert part in told
 
 
-@pytest.mark.parametrize("text", ["targets = 3", "not toml", None])
+@pytest.mark.parametrize(
+    "text", ["targets = 3", "not toml", "[slo]\nttft_s = 1\n[targets]\n", "", None]
+)
 def test_what_is_no_targets_file_is_refused(tmp_path: Path, text: str | None) -> None:
-    """Another shape, another format, no file."""
+    """Another shape, another format, no target that could be missed, no file."""
     file = tmp_path / "targets.toml"
     if text is not None:
         file.write_text(text)
