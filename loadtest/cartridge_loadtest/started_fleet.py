@@ -11,7 +11,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -72,7 +72,7 @@ def started_fleet(plan: FleetPlan, children: Children) -> Iterator[TargetFleet]:
         # Before Redis and the files go: those that use them.
         stack.callback(children.stop)
         environment = {ENV_RESIDENCY_KEY: secrets.token_urlsafe(), "OMP_NUM_THREADS": "1"}
-        dram_bytes = int(RESIDENT_SHARE * sum(each.decoded_bytes for each in manifests))
+        dram_bytes = dram_bytes_for([each.decoded_bytes for each in manifests])
         started = {
             f"sim-{index}": children.start(
                 f"sim-{index}",
@@ -112,6 +112,11 @@ def started_fleet(plan: FleetPlan, children: Children) -> Iterator[TargetFleet]:
             cartridges=[manifest.alias for manifest in manifests],
             replicas=replicas,
         )
+
+
+def dram_bytes_for(sizes: Sequence[int]) -> int:
+    """What a replica's dram tier holds: a share of all Cartridges, and each one alone."""
+    return max(*sizes, int(RESIDENT_SHARE * sum(sizes)))
 
 
 @contextlib.contextmanager

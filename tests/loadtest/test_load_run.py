@@ -16,6 +16,7 @@ import pytest
 from cartridge_loadtest.children import Children, LoadTestFailed
 from cartridge_loadtest.open_loop_records import RequestRecord, read_lines
 from cartridge_loadtest.run_summary import METRICS, Run, Slo, measured
+from cartridge_loadtest.started_fleet import dram_bytes_for
 from tests.loadtest.test_locustfile import MODEL, simulated_replica
 
 COMMAND = [sys.executable, "-m", "cartridge_loadtest"]
@@ -137,6 +138,12 @@ def test_an_interruption_ends_everything_that_was_started(
         finally:
             process.kill()
     assert [told for pid, told in started.items() if is_running(pid)] == []
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [([5], 5), ([9, 1], 9), ([1] * 100, 35)])
+def test_every_cartridge_has_room_in_a_started_replica(sizes: list[int], expected: int) -> None:
+    """About a third of all fit, and the largest in any case."""
+    assert dram_bytes_for(sizes) == expected
 
 
 def test_results_need_a_folder(tmp_path: Path) -> None:
