@@ -26,7 +26,7 @@ class LoadTestFailed(Exception):
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM came."""
+    """SIGINT, SIGTERM or SIGHUP came."""
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,15 @@ def running_children(log_dir: Path, interrupted: threading.Event) -> Iterator[Ch
 
 @contextlib.contextmanager
 def interruptions() -> Iterator[threading.Event]:
-    """SIGINT and SIGTERM set the event that is yielded, and do nothing else."""
+    """SIGINT, SIGTERM and SIGHUP set the event that is yielded, and do nothing else.
+
+    What this process was told to ignore stays ignored, as by `nohup`.
+    """
     event = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: event.set())
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield event

@@ -60,19 +60,17 @@ class LoadTestCommand:
         add("--out", type=Path, default=Path("build/loadtest"), help="default: %(default)s")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run; 0 when all targets are reached, 1 when not, 2 when it could not be begun."""
+        """Run; 0 when all targets are reached, 1 when not, 2 when there is nothing to judge."""
         from cartridge_loadtest.children import LoadTestFailed
         from cartridge_loadtest.load_run import run_load_test
         from cartridge_loadtest.targets import InvalidTargets
+        from cartridge_loadtest.workloads import TraceError
 
         try:
             return run_load_test(_load_test(args))
-        except (InvalidTargets, ValueError) as error:
+        except (InvalidTargets, LoadTestFailed, OSError, TraceError, ValueError) as error:
             sys.stderr.write(f"error: {error}\n")
             return 2
-        except LoadTestFailed as error:
-            sys.stderr.write(f"error: {error}\n")
-            return 1
 
 
 loadtest = LoadTestCommand()

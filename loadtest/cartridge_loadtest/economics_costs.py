@@ -309,15 +309,15 @@ def _message(error: jsonschema.ValidationError) -> str:
 
 
 def _with_numbers(data: object) -> object:
-    """YAML 1.1 reads 1e-9 as a text; no text of ours looks like a number."""
+    """YAML 1.1 reads 1e-9 as a text; no text of ours looks like a number. 8.0 is a count too."""
     if isinstance(data, dict):
         return {name: _with_numbers(value) for name, value in data.items()}
     if isinstance(data, str):
         try:
-            return float(data)
+            data = float(data)
         except ValueError:
             return data
-    return data
+    return int(data) if isinstance(data, float) and data.is_integer() else data
 
 
 def _not_finite(data: Any, place: str) -> list[str]:

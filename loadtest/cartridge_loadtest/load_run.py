@@ -5,6 +5,7 @@ Owns the order of these steps and what is said on the way. Refuses to measure: L
 """
 
 import contextlib
+import math
 import os
 import platform
 import shlex
@@ -13,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
-
-import msgspec
 
 from cartridge_loadtest.children import (
     Children,
@@ -30,7 +29,7 @@ from cartridge_loadtest.open_loop_records import (
     write_lines,
 )
 from cartridge_loadtest.report import write_report
-from cartridge_loadtest.request_plan import PlanSettings, drawn_plan, trace_plan
+from cartridge_loadtest.request_plan import PlanSettings, cut_to_trace, drawn_plan, trace_plan
 from cartridge_loadtest.run_summary import Run
 from cartridge_loadtest.started_fleet import (
     FleetPlan,
@@ -71,13 +70,19 @@ class LoadTest:
     must_stay: bool = False
     api_key: str | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        """Refuse with a `ValueError` what would send nothing."""
+        if not 0 < self.drain_s < math.inf:
+            raise ValueError("the patience at the end is more than 0")
+
 
 def run_load_test(test: LoadTest) -> int:
     """Run it; returns 0 when all targets are reached, 1 when not, or when the run is invalid.
 
     Raises:
         InvalidTargets: before anything starts.
-        ValueError: as early, a trace that is none.
+        OSError: as early, there is no place for the results.
+        TraceError, ValueError: as early, a trace that is none.
         LoadTestFailed: something did not start, or broke.
     """
     targets = read_targets(test.targets)
@@ -96,8 +101,12 @@ def _run(test: LoadTest, targets: Targets, workload: Workload | None, children: 
     with _fleet_of(test, children) as fleet:
         choices = test.cartridges if test.cartridges is not None else tuple(fleet.cartridges)
         settings = replace(test.plan, choices=[choice.split("+") for choice in choices])
-        plan = drawn_plan(settings) if workload is None else trace_plan(workload, settings)
-        records = _send(test, fleet, plan, children)
+        if workload is None:
+            plan = drawn_plan(settings)
+        else:
+            settings = cut_to_trace(workload, settings)
+            plan = trace_plan(workload, settings)
+        records = _send(test, fleet, plan, settings.duration_s, children)
         run = Run(
             records=records,
             num_planned=len(plan),
@@ -127,23 +136,23 @@ def _fleet_of(test: LoadTest, children: Children) -> Iterator[TargetFleet]:
 
 
 def _workload_of(trace: Path, seed: int) -> Workload:
-    try:
-        rows = read_trace(trace)
-    except (OSError, EOFError, msgspec.DecodeError) as error:
-        raise ValueError(f"{trace}: not a trace: {error}") from error
+    rows = read_trace(trace)
     if len(rows) < 2:
         raise ValueError(f"{trace}: a trace has two requests at least")
     return from_mooncake(rows, name=trace.stem, seed=seed)
 
 
 def _send(
-    test: LoadTest, fleet: TargetFleet, plan: list[PlannedRequest], children: Children
+    test: LoadTest,
+    fleet: TargetFleet,
+    plan: list[PlannedRequest],
+    duration_s: float,
+    children: Children,
 ) -> list[RequestRecord]:
     """Run Locust, switch faults on, and read what came of the requests."""
     plan_file, rows_file = test.out / "plan.jsonl", test.out / "rows.jsonl"
     write_lines(plan_file, plan)
     rows_file.write_bytes(b"")
-    duration_s = test.plan.duration_s
     _say(f"sending {len(plan)} requests in {duration_s:g} s to {fleet.host}")
     command = [
         *(sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "-u", "1"),

@@ -132,10 +132,13 @@ class ReplicaModel:
         self._dram = BoundedTier(profile.dram_bytes)
         self._nvme = BoundedTier(profile.nvme_bytes)
         self._boot = 0
+        self._edition = 0
         self._begin_empty()
 
     def _begin_empty(self) -> None:
         self._boot += 1
+        # Never from 0 again: ends that were planned before a death must stay stale.
+        self._edition += 1
         self._visits = dict[Visit, None]()
         self._loading = dict[Digest, list[Visit]]()
         self._prefetches = dict[Digest, ArtifactDemand]()
@@ -150,7 +153,6 @@ class ReplicaModel:
         self._stepped_s = self._clock.now_s
         self._decoding = list[tuple[float, int, Visit]]()
         self._num_decoded = 0
-        self._edition = 0
         for tier in (self._hbm, self._dram, self._nvme):
             tier.clear()
         self._hbm.capacity = self.profile.kv_tokens

@@ -119,6 +119,12 @@ def _planned(
     ]
 
 
+def cut_to_trace(workload: Workload, settings: PlanSettings) -> PlanSettings:
+    """The same for no longer than the trace has requests: what is after it is no part of a run."""
+    longest_s = len(workload.requests) / settings.rate_per_s
+    return replace(settings, duration_s=min(settings.duration_s, longest_s))
+
+
 def trace_plan(workload: Workload, settings: PlanSettings) -> list[PlannedRequest]:
     """The arrivals, lengths and sharing of a workload, at the rate and for the time given.
 

@@ -197,11 +197,15 @@ METRICS: Final[Mapping[str, Metric]] = {
 """All figures that a targets file may name."""
 
 LATE_P99: Final = "late_p99_s"
+RECORDED: Final = "recorded_ratio"
 
 
 def measured(run: Run) -> dict[str, float | None]:
-    """All metrics by name, and how late requests were sent."""
-    return {name: metric.of(run) for name, metric in METRICS.items()} | {LATE_P99: _late(run)}
+    """All metrics by name, how late requests were sent, and how many of them have a line."""
+    return {name: metric.of(run) for name, metric in METRICS.items()} | {
+        LATE_P99: _late(run),
+        RECORDED: _ratio(len(run.records), run.num_planned),
+    }
 
 
 def faults_of_the_generator(run: Run, max_late_p99_s: float) -> list[str]:

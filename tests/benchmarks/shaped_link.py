@@ -31,15 +31,17 @@ class _Link:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
+        opened = [writer]
         try:
             back, forth = await asyncio.open_connection("127.0.0.1", self._port)
+            opened.append(forth)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pass(reader, forth))
                 group.create_task(self._pass(back, writer, is_shaped=True))
         except* OSError:
             pass
         finally:
-            for each in (writer, forth):
+            for each in opened:
                 each.close()
 
     async def _pass(

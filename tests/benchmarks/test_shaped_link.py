@@ -29,6 +29,18 @@ def echo_port() -> int:
     return port
 
 
+def test_a_link_to_nobody_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the server is gone, its client learns it at once, and nothing breaks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with (
+        shaped_links(port, [Shape(0.1, 1e6)]) as ports,
+        socket.create_connection(("127.0.0.1", ports[0]), timeout=10) as client,
+    ):
+        assert client.recv(1) == b""
+    assert caplog.records == []
+
+
 def test_a_link_is_late_and_slow_and_loses_nothing(echo_port: int) -> None:
     """Two answers of 2 MiB at 8 MiB/s, each 0.1 s late, take 0.7 s at least."""
     with (

@@ -102,6 +102,14 @@ def test_every_problem_is_told_with_its_place_and_limit() -> None:
     assert len(problems) == 7
 
 
+def test_a_whole_number_is_a_count_however_it_is_written() -> None:
+    """With a point, an exponent or in quotes; one that is not whole is refused with its place."""
+    costs = costs_of({"fleet": {"num_replicas": 8.0}, "model": {"num_layers": "1e1"}})
+    assert (costs.fleet.num_replicas, costs.model.num_layers) == (8, 10)
+    with pytest.raises(CostsError, match=r"fleet\.num_replicas"):
+        costs_of({"fleet": {"num_replicas": 8.5}})
+
+
 def test_no_time_at_all_is_refused() -> None:
     """With its limit, though it may be absent."""
     (problem,) = problems_of({"horizon_days": 0})

@@ -16,7 +16,7 @@ from cartridge_loadtest.fleet_simulator import (
     at_utilisation,
     simulate,
 )
-from cartridge_loadtest.gateway_model import StaleMap
+from cartridge_loadtest.gateway_model import GatewayModel, StaleMap
 from cartridge_loadtest.replica_model import EngineProfile
 from cartridge_loadtest.shared_link import SharedLink
 from cartridge_loadtest.workloads import (
@@ -28,6 +28,7 @@ from cartridge_loadtest.workloads import (
     generated_zipf,
 )
 from cartridge_policies import POLICIES
+from cartridge_policies.loads import Load
 from cartridge_policies.rates import TierRate
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.residency import ReplicaId, Tier
@@ -248,6 +249,34 @@ def test_a_dead_replica_is_left_and_comes_back_cold() -> None:
     assert died.replica[1] != first
     # It had waited one second; then 4 s of load and 2 s of prefill elsewhere.
     assert died.ttft_s[1] == pytest.approx(7)
+
+
+def test_gateways_that_tell_one_another_do_not_collide() -> None:
+    """Four requests of four gateways find four idle replicas, as late in a run as at its start."""
+    asks = [ask(start_s + place / 10) for start_s in (1.0, 50.0) for place in range(4)]
+    told = run(*asks, num_replicas=4, num_gateways=4, share_s=0.05)
+    assert told.ttft_s.tolist() == pytest.approx([2.0] * len(asks))
+    silent = run(*asks, num_replicas=4, num_gateways=4)
+    assert silent.ttft_s.max() > 2.0
+
+
+def test_a_gateway_forgets_what_others_no_longer_have() -> None:
+    """What they told last is all that counts."""
+    replica = ReplicaId("a")
+    gateway = GatewayModel(POLICIES["cartridge_aware"](), StaleMap(0.0), {replica: ROUND.rates})
+    gateway.note_others({replica: Load(pending_s=3.0)}, 0.0)
+    assert gateway.busy_s(0.0)[replica][0] == pytest.approx(3.0)
+    gateway.note_others({}, 1.0)
+    assert gateway.busy_s(1.0)[replica][0] == 0.0
+
+
+def test_what_was_planned_before_a_death_ends_nobody_after_it() -> None:
+    """An answer takes as long after a failure as on a fleet that never had one."""
+    long, late = ask(0.0, 1_000), ask(6.0, 1_000)
+    alone = run(late)
+    died = run(long, late, failures=(Failure(3.0, 0, 0.5),))
+    assert died.num_failed == 1
+    assert died.end_s[1] == pytest.approx(alone.end_s[0])
 
 
 def test_nobody_left_is_a_refusal() -> None:

@@ -16,6 +16,7 @@ import pytest
 from cartridge_loadtest.children import Children, LoadTestFailed
 from cartridge_loadtest.open_loop_records import RequestRecord, read_lines
 from cartridge_loadtest.run_summary import METRICS, Run, Slo, measured
+from cartridge_loadtest.started_fleet import dram_bytes_for
 from tests.loadtest.test_locustfile import MODEL, simulated_replica
 
 COMMAND = [sys.executable, "-m", "cartridge_loadtest"]
@@ -118,8 +119,11 @@ def test_a_server_that_runs_already_is_loaded_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.services
-def test_an_interruption_ends_everything_that_was_started(tmp_path: Path) -> None:
-    """Ctrl-C while requests are sent: Redis, replicas, gateway and Locust are gone, status 130."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_interruption_ends_everything_that_was_started(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Ctrl-C or a closed terminal: Redis, replicas, gateway and Locust are gone, status 130."""
     command = [*COMMAND, *SMALL, "--duration-s", "100", "--out", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
@@ -129,11 +133,24 @@ def test_an_interruption_ends_everything_that_was_started(tmp_path: Path) -> Non
             told = "\n".join(started.values())
             for part in ("valkey-server", "simulated_replica", "cartridge_router", "locust"):
                 assert part in told
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             assert process.wait(timeout=60) == 130
         finally:
             process.kill()
     assert [told for pid, told in started.items() if is_running(pid)] == []
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [([5], 5), ([9, 1], 9), ([1] * 100, 35)])
+def test_every_cartridge_has_room_in_a_started_replica(sizes: list[int], expected: int) -> None:
+    """About a third of all fit, and the largest in any case."""
+    assert dram_bytes_for(sizes) == expected
+
+
+def test_results_need_a_folder(tmp_path: Path) -> None:
+    """Where there is none and none can be made, that is said, with status 2."""
+    file = tmp_path / "file"
+    file.touch()
+    assert "File exists" in load_test("--out", str(file), status=2)
 
 
 def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
@@ -161,7 +178,10 @@ def test_a_child_that_ends_too_early_is_told_with_its_last_words(tmp_path: Path)
     [
         (["--targets", os.devnull + "/none"], "none"),
         (["--trace", os.devnull], "two requests at least"),
+        (["--trace", os.devnull + "/none"], "Not a directory"),
         (["--rate", "0"], "a rate and a duration"),
+        (["--drain-s", "-1"], "patience"),
+        (["--host", "http://127.0.0.1:1"], "does not answer"),
         (["--fault", "sim-9={}"], "'sim-9' is none of the replicas"),
         (["--host", "http://127.0.0.1:1", "--fault", "sim-0={}"], "'sim-0' is none"),
     ],

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cartridge_loadtest.open_loop_records import PlannedRequest, read_lines, write_lines
-from cartridge_loadtest.request_plan import ArrivalLaw, PlanSettings, drawn_plan, trace_plan
+from cartridge_loadtest.request_plan import (
+    ArrivalLaw,
+    PlanSettings,
+    cut_to_trace,
+    drawn_plan,
+    trace_plan,
+)
 from cartridge_loadtest.workloads import TraceRow, from_mooncake
 
 CHOICES = (("rules@1",), ("tides@1",), ("rules@1", "prices@2"))
@@ -116,6 +122,16 @@ def test_a_trace_keeps_its_sharing_and_its_shape() -> None:
     assert trace_plan(workload, replace(settings, duration_s=0.5)) == [
         each for each in plan if each.due_s < 0.5
     ]
+
+
+@pytest.mark.parametrize(("duration_s", "expected_s"), [(60.0, 1.2), (0.5, 0.5)])
+def test_a_run_is_no_longer_than_its_trace(duration_s: float, expected_s: float) -> None:
+    """Six requests at five a second are 1.2 s, all of them; a shorter run stays as it is."""
+    workload = from_mooncake(TRACE, name="t", seed=0)
+    settings = replace(SETTINGS, rate_per_s=5.0, duration_s=duration_s)
+    cut = cut_to_trace(workload, settings)
+    assert cut.duration_s == pytest.approx(expected_s)
+    assert trace_plan(workload, cut) == trace_plan(workload, settings)
 
 
 def test_a_trace_of_one_moment_is_refused() -> None:

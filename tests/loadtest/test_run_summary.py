@@ -153,6 +153,11 @@ def test_good_and_not_good_are_all(
     assert values["goodput_per_s"] == len(expected) / DURATION_S
 
 
+def test_what_was_planned_and_has_no_line_is_not_good() -> None:
+    """One good answer to two planned requests is a half."""
+    assert measured(run_of(answered(), num_planned=2))["goodput_ratio"] == 0.5
+
+
 def test_failed_requests_are_the_latest_of_all() -> None:
     """With 2 % failed, the 99th percentile of TTFT is not to be had, and the 90th is."""
     records = [*[answered(ttft_s=0.2)] * 98, *[failed()] * 2]

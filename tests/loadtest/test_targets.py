@@ -71,9 +71,11 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         assert part in told
 
 
-@pytest.mark.parametrize("text", ["targets = 3", "not toml", None])
+@pytest.mark.parametrize(
+    "text", ["targets = 3", "not toml", "[slo]\nttft_s = 1\n[targets]\n", "", None]
+)
 def test_what_is_no_targets_file_is_refused(tmp_path: Path, text: str | None) -> None:
-    """Another shape, another format, no file."""
+    """Another shape, another format, no target that could be missed, no file."""
     file = tmp_path / "targets.toml"
     if text is not None:
         file.write_text(text)
@@ -112,6 +114,20 @@ def test_an_invalid_run_does_not_pass() -> None:
     assert "could not keep up" in table(verdict)
 
 
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (run_of(answered(late_s=1.0)), "late_p99_s"),
+        (run_of(answered(), num_planned=2), "recorded_ratio"),
+        (run_of(answered(), num_planned=0), "recorded_ratio"),
+    ],
+)
+def test_a_row_says_why_a_run_is_invalid(run: Run, name: str) -> None:
+    """Who reads `results.json` alone finds a miss there as well."""
+    rows = judged(run, targets_of({"error_ratio": 0.0})).rows
+    assert [row.name for row in rows if row.ok is False] == [name]
+
+
 def test_the_table_begins_with_what_was_missed() -> None:
     """Every figure has a line, misses first, and the verdict ends it."""
     verdict = judged(run_of(answered()), targets_of({"total_p99_s": 0.0, "error_ratio": 0.0}))
@@ -119,4 +135,4 @@ def test_the_table_begins_with_what_was_missed() -> None:
     assert first.split()[:2] == ["MISSED", "total_p99_s"]
     assert last == "FAIL"
     named = {line[7:31].strip() for line in (first, *rest)}
-    assert named == {*METRICS, "late_p99_s"}
+    assert named == {*METRICS, "late_p99_s", "recorded_ratio"}

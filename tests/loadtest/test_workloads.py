@@ -61,6 +61,15 @@ def test_equal_timestamps_are_spread_before_the_next_one() -> None:
     assert (spread[3:] >= 3).all()
 
 
+def test_rows_of_a_trace_may_come_in_any_order(tmp_path: Path) -> None:
+    """Requests are in the order of their arrival all the same."""
+    given = rows(tmp_path)
+    assert len({row.timestamp for row in given}) > 1
+    requests = from_mooncake(given, name="t", seed=None).requests
+    arrivals = [each.arrival_s for each in from_mooncake(given[::-1], name="t", seed=None).requests]
+    assert arrivals == [each.arrival_s for each in requests]
+
+
 def test_without_a_seed_requests_come_when_the_trace_says(tmp_path: Path) -> None:
     """Equal timestamps stay equal."""
     requests = from_mooncake(rows(tmp_path), name="t", seed=None).requests
