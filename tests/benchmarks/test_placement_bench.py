@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cartridge_loadtest.replica_model import EngineProfile
 from cartridge_policies import POLICIES
 from tests.benchmarks import bench_placement as bench
 
@@ -21,7 +22,9 @@ POLICIES_AND_TEXTS = [*POLICIES, bench.OURS_OR_TEXT]
 @pytest.fixture(scope="module")
 def results() -> bench.Results:
     """All policies on the one generated workload that is quickest."""
-    return bench.measure(Path("/nonexistent"), TINY, POLICIES_AND_TEXTS, ["tool-agent"])
+    return bench.measure(
+        Path("/nonexistent"), TINY, POLICIES_AND_TEXTS, ["tool-agent"], EngineProfile()
+    )
 
 
 def test_without_public_traces_the_generated_ones_run(results: bench.Results) -> None:
