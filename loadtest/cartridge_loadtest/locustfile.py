@@ -14,7 +14,7 @@ from typing import Any
 
 from locust import User, constant, events, task
 
-from cartridge_loadtest.streamed_chat import ask_streamed, new_session
+from cartridge_loadtest.streamed_chat import ask_streamed, new_session, report
 
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
@@ -60,25 +60,13 @@ class ChatUser(User):  # type: ignore[misc]
         answer = ask_streamed(self._session, self.host, body, since_s=time.perf_counter())
         timing = answer.timing
         if timing is None:
-            self._report("total", answer.total_s, answer.num_bytes, answer.error)
+            report(self.environment, "total", answer.total_s, answer.num_bytes, answer.error)
             return
         if timing.ttft_s is not None:
-            self._report("ttft", timing.ttft_s)
+            report(self.environment, "ttft", timing.ttft_s)
         for gap_s in timing.itl_s:
-            self._report("itl", gap_s)
-        self._report("total", timing.total_s, answer.num_bytes)
-
-    def _report(
-        self, name: str, seconds: float, num_bytes: int = 0, error: Exception | None = None
-    ) -> None:
-        self.environment.events.request.fire(
-            request_type="SSE",
-            name=name,
-            response_time=seconds * 1000,
-            response_length=num_bytes,
-            exception=error,
-            context={},
-        )
+            report(self.environment, "itl", gap_s)
+        report(self.environment, "total", timing.total_s, answer.num_bytes)
 
 
 def request_body(options: Any, turn: int) -> dict[str, Any]:

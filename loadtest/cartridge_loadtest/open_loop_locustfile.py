@@ -21,7 +21,7 @@ from locust import User, constant, events, task
 from locust.runners import LocalRunner
 
 from cartridge_loadtest.open_loop_records import PlannedRequest, RequestRecord, read_lines
-from cartridge_loadtest.streamed_chat import StreamedAnswer, ask_streamed, new_session
+from cartridge_loadtest.streamed_chat import StreamedAnswer, ask_streamed, new_session, report
 from cartridge_proto import names
 
 LEAD_S = 0.5
@@ -128,23 +128,11 @@ class OpenLoopUser(User):  # type: ignore[misc]
         self._num_done += 1
         self._num_failed += record.error is not None
         error = None if record.error is None else RuntimeError(record.error)
-        self._report("total", record.total_s, num_bytes, error)
+        report(self.environment, "total", record.total_s, num_bytes, error)
         if error is None and record.ttft_s is not None:
-            self._report("ttft", record.ttft_s)
+            report(self.environment, "ttft", record.ttft_s)
             for gap_s in record.itl_s:
-                self._report("itl", gap_s)
-
-    def _report(
-        self, name: str, seconds: float, num_bytes: int = 0, error: Exception | None = None
-    ) -> None:
-        self.environment.events.request.fire(
-            request_type="SSE",
-            name=name,
-            response_time=seconds * 1000,
-            response_length=num_bytes,
-            exception=error,
-            context={},
-        )
+                report(self.environment, "itl", gap_s)
 
     def _tell(self, start_s: float, num_planned: int) -> None:
         """Say how far it is, every few seconds."""

@@ -53,6 +53,24 @@ def new_session() -> requests.Session:
     return session
 
 
+def report(
+    environment: Any,
+    name: str,
+    seconds: float,
+    num_bytes: int = 0,
+    error: Exception | None = None,
+) -> None:
+    """Tell Locust's environment of one time; with an error it counts as a failure."""
+    environment.events.request.fire(
+        request_type="SSE",
+        name=name,
+        response_time=seconds * 1000,
+        response_length=num_bytes,
+        exception=error,
+        context={},
+    )
+
+
 def ask_streamed(
     session: requests.Session,
     host: str,

@@ -344,6 +344,17 @@ async def test_what_changes_before_it_is_watched_is_seen(
     running.cancel()
     await asyncio.wait([running])
 
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.1 200 OK\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls.context) as server:
+        port = server.sockets[0].getsockname()[1]
+        shown = await name_shown(f"https://127.0.0.1:{port}", trusting(authority))
+    assert shown == "second"
+
 
 async def test_what_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
     """A failure is counted once for each change, not for each look; so is a file that is away."""
