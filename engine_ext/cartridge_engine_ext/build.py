@@ -23,6 +23,7 @@ from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.latents import stored_latents
 from cartridge_engine_ext.payload import pack_payload, quantised_values
 from cartridge_engine_ext.prefill_manifest import prefill_manifest
+from cartridge_engine_ext.reference_probe import reference_probe
 from cartridge_kernels.scaled_values import dequantise_values
 from cartridge_proto.codecs import CODECS
 from cartridge_proto.digest import sha256_digest
@@ -34,15 +35,11 @@ from cartridge_proto.manifest import (
     ConventionKind,
     Manifest,
     ManifestDigest,
-    Probe,
-    ProbeStep,
     PromptConvention,
 )
 from cartridge_proto.stores import Store
 
 PROBE_QUESTION = "What is this about?"
-NUM_PROBE_STEPS = 4
-NUM_PROBE_TOP = 5
 VALUE_FORMATS = ("full", "e4m3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -167,7 +164,7 @@ class Builder:
             named = self._tensors(cache)
             if self._has_small_values:
                 named = self._quantise(source, named, cache)
-            probe = self._probe(cache, live)
+            probe = reference_probe(self._model, cache, live)
         payload = pack_payload(named, self._codec)
         manifest = prefill_manifest(
             name=source.name,
@@ -187,7 +184,7 @@ class Builder:
             ),
             prompt_convention=self._convention(source, prefix),
             probe=probe,
-            created_at=_now(),
+            created_at=creation_time(),
         )
         if source.keeps_text:
             self._store.put_blob(source.text.encode())
@@ -248,22 +245,8 @@ class Builder:
             else None,
         )
 
-    def _probe(self, cache: Any, live: list[int]) -> Probe:
-        """Greedy steps after the prefix; `cache` is used up."""
-        steps, token_ids = [], live
-        for _ in range(NUM_PROBE_STEPS):
-            logits = self._model(
-                torch.tensor([token_ids]), past_key_values=cache, use_cache=True
-            ).logits[0, -1]
-            logprobs = torch.log_softmax(logits.to(torch.float32), -1)
-            top = logprobs.topk(NUM_PROBE_TOP)
-            pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            steps.append(ProbeStep(token_id=pairs[0][0], top=pairs))
-            token_ids = [pairs[0][0]]
-        return Probe(prompt_token_ids=live, steps=steps)
 
-
-def _now() -> str:
+def creation_time() -> str:
     """UTC time to the second; SOURCE_DATE_EPOCH wins, so that a build can be repeated."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     moment = (

@@ -125,6 +125,85 @@ class BuildCommand:
 
 
 @dataclass(frozen=True)
+class QuantizeCommand:
+    """`cartridge quantize`."""
+
+    help: str = "make a smaller Cartridge of another one: values in 8 bits, keys as they are"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+        add = parser.add_argument
+        add("cartridge", help="name@version or digest of the Cartridge to start from")
+        add("--store", required=True, help="store folder or URL")
+        add("--model", required=True, type=Path, help="Hugging Face folder: the probe is made anew")
+        add("--adapter", type=Path, help="folder of the LoRA adapter that it was made with")
+        add("--name", required=True, help="name of the new Cartridge")
+        add("--version", default="1", help="version of the new Cartridge; default: 1")
+        add(
+            "--values",
+            default="e4m3",
+            choices=["e4m3", "bfloat16"],
+            help="e4m3: 8 bits with scales; default: e4m3",
+        )
+        add(
+            "--keys",
+            default="exact",
+            choices=["exact", "bfloat16"],
+            help="exact: as stored, bit for bit; bfloat16: rounded, from float32; default: exact",
+        )
+        add(
+            "--scales",
+            default="head_channel",
+            choices=["head_channel", "head"],
+            help="one scale for each head and channel, or for each head; default: head_channel",
+        )
+        add(
+            "--power-of-two",
+            action="store_true",
+            help="scales that bfloat16 multiplies by exactly; costs a little accuracy",
+        )
+        add(
+            "--codec",
+            default="identity",
+            choices=list(CODECS),
+            help="how the bytes are stored; default: identity",
+        )
+        add("--json", action="store_true", help="print one JSON object")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Quantise; prints the new digest."""
+        import transformers
+
+        from cartridge_engine_ext.errors import ConfigurationError
+        from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, Values
+
+        transformers.logging.disable_progress_bar()
+        recipe = Recipe(
+            keys=Keys(args.keys),
+            values=Values(args.values),
+            by_channel=args.scales == "head_channel",
+            power_of_two=args.power_of_two,
+        )
+        try:
+            store = open_store(args.store)
+            digest = store.resolve(args.cartridge)
+            quantiser = Quantiser(
+                model_dir=args.model,
+                store=store,
+                say=lambda line: print(line, file=sys.stderr, flush=True),
+                adapter=args.adapter,
+            )
+            built = quantiser.quantise(
+                digest, recipe, name=args.name, version=args.version, codec=args.codec
+            )
+        except (ConfigurationError, CodecUnavailable, StoreError, OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        _print_built(built, as_json=args.json)
+        return 0
+
+
+@dataclass(frozen=True)
 class PrepareModelCommand:
     """`model prepare`."""
 
@@ -261,6 +340,7 @@ def agent_options(args: argparse.Namespace) -> "AgentOptions":
 
 
 cartridge_build = BuildCommand()
+cartridge_quantize = QuantizeCommand()
 agent = AgentCommand()
 model_prepare = PrepareModelCommand()
 chat_template_wrap = WrapTemplateCommand()

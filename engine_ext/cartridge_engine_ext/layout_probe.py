@@ -10,6 +10,7 @@ import torch
 
 from cartridge_engine_ext.cache_layer import CacheLayer
 from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.packed_steps import CacheStrides
 
 _BASE = 16
 """Numbers are written digit by digit in this base: every float type holds 0..16 exactly."""
@@ -79,6 +80,54 @@ class CacheReader:
         keys = torch.cat([block[self._key_places] for block in blocks], 1)
         values = torch.cat([block[self._value_places] for block in blocks], 1)
         return keys[:, :num_tokens].contiguous(), values[:, :num_tokens].contiguous()
+
+    def strides(self, cache: torch.Tensor) -> CacheStrides:
+        """The layout as strides, for what reads and writes the cache without its backend.
+
+        Raises:
+            ConfigurationError: keys or values are no strided view of it, their widths differ, or
+                the elements of a head do not lie behind one another.
+        """
+        heads, block_size, head_dim = self._key_places.shape
+        is_plain = self._block_dim == 0 and cache[0].is_contiguous()
+        keys, values = _strides(self._key_places), _strides(self._value_places)
+        if not is_plain or keys is None or values is None:
+            raise ConfigurationError("packed prefixes: keys or values are no view of the KV cache")
+        places = torch.cat([self._key_places, self._value_places], 1).reshape(heads, -1)
+        expected = torch.arange(places.numel()).reshape(heads, -1)
+        is_by_head = self._value_places.shape[2] == head_dim and torch.equal(
+            places.sort(dim=1).values, expected
+        )
+        if not is_by_head:
+            raise ConfigurationError(
+                "packed prefixes need each head's part of a block in one piece; on a GPU set "
+                "VLLM_KV_CACHE_LAYOUT=HND"
+            )
+        step = cache.stride(0)
+        return CacheStrides(
+            num_blocks=cache.shape[0],
+            num_kv_heads=heads,
+            block_size=block_size,
+            head_dim=head_dim,
+            keys=(step, *keys),
+            values=(step, *values),
+            values_at=int(self._value_places[0, 0, 0]),
+            item_bytes=cache.element_size(),
+        )
+
+
+def _strides(places: torch.Tensor) -> tuple[int, int, int] | None:
+    """Strides of places [heads, slots, channels]; `None` when there are none."""
+    first = int(places[0, 0, 0])
+    found, grid = [], torch.full_like(places, first)
+    for dim, size in enumerate(places.shape):
+        second = places.select(dim, 1).flatten()[0] if size > 1 else first + places.numel()
+        step = int(second) - first
+        found.append(step)
+        shape = [1, 1, 1]
+        shape[dim] = size
+        grid = grid + step * torch.arange(size).reshape(shape)
+    return (found[0], found[1], found[2]) if torch.equal(grid, places) else None
 
 
 def _num_digits(largest: int) -> int:

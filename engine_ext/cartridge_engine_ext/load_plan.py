@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cartridge_engine_ext.layout_probe import Captured
+from cartridge_engine_ext.packed_layout import PackedPrefix
 from cartridge_engine_ext.sealed_memory import MemoryReference
 
 
@@ -44,13 +45,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class Load:
-    """Write virtual positions [start, stop) of a request into its blocks."""
+    """Write virtual positions [start, stop) of a request into its blocks.
+
+    Of a packed prefix these are slots, whole blocks of them.
+    """
 
     request_id: str
     segments: tuple[Segment, ...]
     start: int
     stop: int
     block_ids: tuple[int, ...]
+    packed: PackedPrefix | None = None
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,16 @@ class Capture:
 
 @dataclass
 class LoadPlan(KVConnectorMetadata):
-    """All of one step. `failures` are requests whose load is reported as failed."""
+    """All of one step.
+
+    `failures` are requests whose load is reported as failed. `prefixes` are the packed prefixes of
+    requests that got their blocks in this step.
+    """
 
     loads: list[Load] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
+    prefixes: dict[str, PackedPrefix] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ from cartridge_engine_ext.kv_hints import KvHints
 from cartridge_engine_ext.layout_probe import Captured
 from cartridge_engine_ext.nvme_source import NvmeSource
 from cartridge_engine_ext.nvme_tier import NvmeTier
+from cartridge_engine_ext.packed_layout import PACKED_WORKER, CacheGeometry
+from cartridge_engine_ext.payload import DTYPE_NAMES
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
 from cartridge_engine_ext.rotary import RotaryEmbedding, rotary_embeddings
@@ -62,7 +64,7 @@ from cartridge_engine_ext.worker_side import HeadShard, WorkerSide, all_heads
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import cache_salt
 from cartridge_proto.digest import Digest
-from cartridge_proto.manifest import Manifest
+from cartridge_proto.manifest import LayerKind, Manifest
 from cartridge_proto.names import FIELD_CARTRIDGES, FIELD_SELF_TEST
 from cartridge_proto.residency import Tier
 from cartridge_proto.stores import StoreError, open_store
@@ -155,14 +157,38 @@ def make_worker_side(config: "VllmConfig", num_cache_blocks: int) -> WorkerSide:
         size=config.parallel_config.tensor_parallel_size,
         num_kv_heads=geometry.num_kv_heads,
     )
+    settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
     return WorkerSide(
         shard=shard,
+        segment_kernel=settings.segment_kernel if has_packed_worker(config) else None,
         attention_layers=config.compilation_config.static_forward_context,
         rotary=_rotary_embeddings(config),
         geometry=geometry,
         block_size=config.cache_config.block_size,
         num_cache_blocks=num_cache_blocks,
     )
+
+
+def has_packed_worker(config: "VllmConfig") -> bool:
+    """Whether the engine was started with the worker that can read packed prefixes."""
+    name: object = config.parallel_config.worker_cls
+    return name == PACKED_WORKER
+
+
+def _packed_cache(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> CacheGeometry | None:
+    """The cache as packed prefixes see it; `None` where the engine has none."""
+    if not has_packed_worker(config):
+        return None
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    geometry = identity.geometry(_model_dir(config))
+    kinds = set(geometry.layer_kinds)
+    if kinds != {LayerKind.FULL} or geometry.head_dim_k != geometry.head_dim_v:
+        raise ConfigurationError(
+            f"--worker-cls {PACKED_WORKER}: layers of kinds {sorted(kinds)} with keys of "
+            f"{geometry.head_dim_k} and values of {geometry.head_dim_v} numbers cannot read packed "
+            "prefixes; start the engine without it"
+        )
+    return CacheGeometry(spec.block_size, geometry.head_dim_k, DTYPE_NAMES[spec.dtype])
 
 
 def adopt_engine_logging() -> None:
@@ -315,6 +341,7 @@ class SchedulerRuntime:
         )
         self._spans = PrefixSpans(self._trace_provider or trace.get_tracer_provider())
         self.scheduler_side = SchedulerSide(
+            packed_cache=_packed_cache(config, kv_cache_config),
             pool=self._pool,
             engine=self._engine,
             replica=settings.replica,

@@ -30,10 +30,17 @@ from cartridge_engine_ext.load_plan import (
     TensorReference,
     joined,
 )
+from cartridge_engine_ext.packed_layout import (
+    CacheGeometry,
+    PackedPrefix,
+    StoredSegment,
+    packed_prefix,
+)
 from cartridge_engine_ext.virtual_prefix import context_overrun
 from cartridge_proto.claims import FalseClaim, check_claims
 from cartridge_proto.compatibility import EngineIdentity, adapter_mismatch
 from cartridge_proto.composition import (
+    CompositionItem,
     CompositionMessage,
     InvalidComposition,
     OnMiss,
@@ -62,6 +69,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_DETAIL = 2000
+_MAX_LAYOUTS = 4096
+"""Compositions whose layout in blocks is remembered; of others it is found out anew."""
 
 
 @dataclass
@@ -84,7 +93,7 @@ class _VirtualRequest:
     was_in_hbm: bool = False
     """Its whole prefix was in HBM when it came."""
     is_checked: bool = False
-    num_reused_tokens: int | None = None
+    num_reused_slots: int | None = None
     num_loads: int = 0
     loaded_bytes: int = 0
     load_s: float = 0.0
@@ -104,6 +113,15 @@ class _VirtualRequest:
     """How the request ended while its load went on; `None` while it lives."""
     is_abandoned: bool = False
     """Its client has left before its prefix was whole."""
+    packed: PackedPrefix | None = None
+    """How its prefix lies in blocks, where it is packed; plain slots otherwise."""
+    is_laid_out: bool = False
+    """Which of the two is known."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that its prefix takes."""
+        return self.message.num_tokens if self.packed is None else self.packed.num_slots
 
     @property
     def deadline_s(self) -> float:
@@ -193,6 +211,7 @@ class SchedulerSide:
         census: HbmCensus,
         adapters: AdapterIdentities,
         verdict_of: Callable[[Digest, Manifest, str | None], ProbeVerdict | None],
+        packed_cache: CacheGeometry | None,
         hints: Callable[[object], None],
         on_ended: Callable[[EndedPrefix], None],
         on_captured: Callable[[dict[int, Captured]], None],
@@ -208,6 +227,9 @@ class SchedulerSide:
         self._verdict_of = verdict_of
         self._take_hints = hints
         self._on_ended = on_ended
+        self._packed_cache = packed_cache
+        self._layouts: dict[str, PackedPrefix | None] = {}
+        """By block salt of plain slots; `None` = plain slots."""
         self._is_draining = False
         self._on_captured = on_captured
         self._tracked: dict[str, _Tracked] = {}
@@ -247,10 +269,16 @@ class SchedulerSide:
             return 1, True
         if not isinstance(tracked, _VirtualRequest):
             return 0, False
-        missing = max(0, tracked.message.num_tokens - num_computed_tokens)
+        missing = max(0, tracked.num_slots - num_computed_tokens)
         if missing and tracked.refusal is None:
             try:
-                if not self._is_loaded(tracked) or self._is_coming(request, missing):
+                # A new layout changes what vLLM looked up in its prefix cache: it must ask again.
+                must_ask_again = (
+                    not self._is_loaded(tracked)
+                    or self._is_laid_out_anew(request, tracked)
+                    or self._is_coming(request, missing)
+                )
+                if must_ask_again:
                     tracked.begin_wait()
                     return None, False
             except Refusal as refusal:
@@ -292,7 +320,7 @@ class SchedulerSide:
         """Whether a request waits for its bytes, or for their way into blocks."""
         return any(
             isinstance(tracked, _VirtualRequest)
-            and (tracked.is_loading or tracked.num_reused_tokens is None)
+            and (tracked.is_loading or tracked.num_reused_slots is None)
             for tracked in self._tracked.values()
         )
 
@@ -372,7 +400,7 @@ class SchedulerSide:
         if tracked.is_acquired:
             return
         tracked.is_acquired = True
-        if tracked.num_reused_tokens is not None:
+        if tracked.num_reused_slots is not None:
             tracked.reloaded_s = time.monotonic()
         for digest in tracked.digests:
             is_ready = self._pool.acquire(digest, tracked.deadline_s)
@@ -403,7 +431,6 @@ class SchedulerSide:
             raise Refusal(FailureReason.INVALID_MESSAGE, str(error)) from error
         self._check_request(request, params, message)
         lora = request.lora_request
-        num_tokens = message.num_tokens
         tracked = _VirtualRequest(
             message,
             time.monotonic(),
@@ -417,21 +444,65 @@ class SchedulerSide:
             is_proof=self._is_self_test(params),
         )
         self._tracked[request.request_id] = tracked
-        placeholders = [self._placeholder] * num_tokens
-        request.prompt_token_ids = placeholders + list(request.prompt_token_ids or [])
-        request.num_prompt_tokens += num_tokens
-        request._all_token_ids[:0] = placeholders  # noqa: SLF001 - the seam of DESIGN section 6
-        # Blocks that a proof wrote are for nobody else: who comes later is judged by its verdict.
-        salt = secrets.token_hex(16) if tracked.is_proof else _block_salt(message, tracked.adapter)
-        _rehash(request, salt)
-        num_full = num_tokens // self._engine.block_size
+        known = _block_salt(message, tracked.adapter)
+        if known in self._layouts:
+            tracked.packed, tracked.is_laid_out = self._layouts[known], True
+        self._put_prefix(request, tracked)
+        num_full = tracked.num_slots // self._engine.block_size
         tracked.was_in_hbm = self._census.is_whole(
             Digest(message.composition), request.block_hashes[:num_full]
         )
-        is_aligned = num_tokens % self._engine.block_size == 0
+        is_aligned = tracked.num_slots % self._engine.block_size == 0
         if not (is_aligned and tracked.was_in_hbm):
             # At once: the bytes may come while the request waits for its turn.
             self._acquire(tracked)
+
+    def _put_prefix(
+        self, request: "Request", tracked: _VirtualRequest, num_before: int = 0
+    ) -> None:
+        """Put as many placeholders as the prefix has slots in the place of those `num_before`."""
+        num_virtual, num_slots = tracked.message.num_tokens, tracked.num_slots
+        num_live = request.num_prompt_tokens - num_before
+        limit = self._engine.max_model_len
+        overrun = context_overrun(max(num_virtual, num_slots), num_live, limit)
+        if overrun is not None:
+            raise Refusal(FailureReason.CONTEXT_LENGTH, overrun)
+        # vLLM counts slots, of which there may be fewer than positions.
+        request.max_tokens = min(request.max_tokens, limit - num_virtual - num_live)
+        placeholders = [self._placeholder] * num_slots
+        request.prompt_token_ids = placeholders + list(request.prompt_token_ids or [])[num_before:]
+        request.num_prompt_tokens = num_slots + num_live
+        request._all_token_ids[:num_before] = placeholders  # noqa: SLF001 - DESIGN section 6
+        salt = _block_salt(tracked.message, tracked.adapter)
+        if tracked.packed is not None:
+            salt += _PACKED
+        # Blocks that a proof wrote are for nobody else: who comes later is judged by its verdict.
+        _rehash(request, secrets.token_hex(16) if tracked.is_proof else salt)
+
+    def _is_laid_out_anew(self, request: "Request", tracked: _VirtualRequest) -> bool:
+        """Choose the layout of a prefix whose artifacts are there; whether it is another now."""
+        if tracked.is_laid_out or self._packed_cache is None:
+            return False
+        num_before = tracked.num_slots
+        tracked.packed = packed_prefix(
+            [self._stored_segment(item) for item in tracked.message.items], self._packed_cache
+        )
+        tracked.is_laid_out = True
+        self._layouts[_block_salt(tracked.message, tracked.adapter)] = tracked.packed
+        if len(self._layouts) > _MAX_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        if tracked.packed is None:
+            return False
+        self._put_prefix(request, tracked, num_before)
+        return True
+
+    def _stored_segment(self, item: CompositionItem) -> StoredSegment:
+        artifact = self._pool.poll(Digest(item.digest))
+        assert artifact is not None  # noqa: S101 - asked only after every artifact was ready
+        stored = artifact.manifest.representation
+        return StoredSegment(
+            item.num_tokens, item.offset, stored.k_dtype, stored.v_dtype, stored.v_scale is not None
+        )
 
     def _check_request(
         self, request: "Request", params: dict[str, Any], message: CompositionMessage
@@ -448,10 +519,6 @@ class SchedulerSide:
         is_moved = any(item.offset for item in message.items)
         if is_moved and self._gate.immovable is not None:
             raise Refusal(FailureReason.UNSUPPORTED, f"items at an offset: {self._gate.immovable}")
-        num_live = request.num_prompt_tokens
-        overrun = context_overrun(message.num_tokens, num_live, self._engine.max_model_len)
-        if overrun is not None:
-            raise Refusal(FailureReason.CONTEXT_LENGTH, overrun)
 
     def _is_self_test(self, params: dict[str, Any]) -> bool:
         value = params.get(FIELD_SELF_TEST)
@@ -562,10 +629,12 @@ class SchedulerSide:
         num_external_tokens: int,
     ) -> None:
         """Plan what of the prefix is not there, from position `first` on."""
-        stop = tracked.message.num_tokens
+        stop = tracked.num_slots
         start = stop - num_external_tokens
-        if tracked.num_reused_tokens is None:
-            tracked.num_reused_tokens = start
+        if tracked.packed is not None:
+            self._plan.prefixes[request.request_id] = tracked.packed
+        if tracked.num_reused_slots is None:
+            tracked.num_reused_slots = start
         self._count(request, tracked)
         if num_external_tokens == 0:
             tracked.ready_ns = tracked.ready_ns or time.time_ns()
@@ -581,7 +650,14 @@ class SchedulerSide:
             for item in tracked.message.items
         ]
         self._plan.loads.append(
-            Load(request.request_id, tuple(segments), max(start, first), stop, block_ids)
+            Load(
+                request.request_id,
+                tuple(segments),
+                max(start, first),
+                stop,
+                block_ids,
+                tracked.packed,
+            )
         )
 
     def _count(self, request: "Request", tracked: _VirtualRequest) -> None:
@@ -590,12 +666,12 @@ class SchedulerSide:
             return
         tracked.is_counted = True
         message = tracked.message
-        num_full = message.num_tokens // self._engine.block_size
+        num_full = tracked.num_slots // self._engine.block_size
         covered = num_full * self._engine.block_size
         tail_digests, stop = [], 0
         for item in message.items:
             stop += item.num_tokens
-            if stop > covered:
+            if stop > covered and tracked.packed is None:
                 tail_digests.append(Digest(item.digest))
         self._census.enter(
             Digest(message.composition), request.block_hashes[:num_full], tail_digests
@@ -625,8 +701,8 @@ class SchedulerSide:
         status = ReceiptStatus.FAILED
         if refusal is None:
             status = ReceiptStatus.ABANDONED if tracked.is_abandoned else ReceiptStatus.SERVED
-        num_reused = tracked.num_reused_tokens or 0
-        num_full = tracked.message.num_tokens // self._engine.block_size * self._engine.block_size
+        num_slots, num_reused = tracked.num_slots, tracked.num_reused_slots or 0
+        num_full = num_slots // self._engine.block_size * self._engine.block_size
         is_in_hbm = tracked.was_in_hbm and num_reused >= num_full
         return Receipt(
             replica=self._replica,
@@ -644,7 +720,7 @@ class SchedulerSide:
                 for item in tracked.message.items
             ],
             num_virtual_tokens=tracked.message.num_tokens,
-            num_reused_tokens=num_reused,
+            num_reused_tokens=num_reused * tracked.message.num_tokens // num_slots,
             num_loads=tracked.num_loads,
             loaded_bytes=tracked.loaded_bytes,
             load_s=tracked.load_s,
@@ -666,6 +742,10 @@ class SchedulerSide:
             loaded_bytes=0,
             load_s=0.0,
         )
+
+
+_PACKED = ":packed"
+"""Behind the salt of packed blocks, which hold something else than plain ones of that salt."""
 
 
 def _rehash(request: "Request", salt: str) -> None:

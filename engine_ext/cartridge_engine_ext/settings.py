@@ -77,6 +77,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     state_dir: str | None = None
     """Folder that keeps what was found out about this engine build over restarts: the verdicts of
     probes; absent = found out anew on each start."""
+    segment_kernel: str = "auto"
+    """What computes attention over packed prefixes, where `--worker-cls` allows them: a name of
+    `cartridge_kernels.backends`, or the fastest that can run."""
     model_dir: str | None = None
     """Folder of the model's files; default: the model path that vLLM was given."""
 

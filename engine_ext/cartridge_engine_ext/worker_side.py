@@ -27,12 +27,17 @@ from cartridge_engine_ext.load_plan import (
     LoadPlan,
     LoadReport,
     LoadResult,
+    Segment,
     TensorReference,
 )
+from cartridge_engine_ext.packed_layout import PackedPrefix
+from cartridge_engine_ext.packed_steps import STEPS, CacheStrides
+from cartridge_engine_ext.packed_writer import PackedWriter, Rows, write_prefix
 from cartridge_engine_ext.rotary import RotaryEmbedding
 from cartridge_engine_ext.sealed_memory import map_memory
 from cartridge_engine_ext.thread_priority import yield_to_serving
 from cartridge_engine_ext.virtual_prefix import SegmentRows, rows_of_range, slot_range
+from cartridge_kernels.backends import BackendUnavailable, open_backend
 from cartridge_kernels.scaled_values import dequantise_values
 from cartridge_proto.manifest import Geometry, LayerKind
 
@@ -93,7 +98,10 @@ class WorkerSide:
         block_size: int,
         num_cache_blocks: int,
         shard: HeadShard,
+        segment_kernel: str | None = None,
     ) -> None:
+        self._segment_kernel = segment_kernel
+        self._strides: CacheStrides | None = None
         self._attention_layers = attention_layers
         self._rotary = rotary
         self._geometry = geometry
@@ -137,6 +145,18 @@ class WorkerSide:
         self._check_geometry()
         # Nothing uses the cache yet, so a block may be written to find the layout out.
         self._reader = CacheReader.probe(self._layers[0], self._block_size, self._num_cache_blocks)
+        if self._segment_kernel is not None:
+            self._prepare_packed(self._segment_kernel)
+
+    def _prepare_packed(self, kernel: str) -> None:
+        """Make the model thread ready for packed prefixes."""
+        cache = self._layers[0].cache
+        assert self._reader is not None  # noqa: S101 - the caller has just made it
+        self._strides = self._reader.strides(cache)
+        try:
+            STEPS.prepare(self._strides, open_backend(kernel, cache.device))
+        except BackendUnavailable as error:
+            raise ConfigurationError(f"segment_kernel: {error}") from error
 
     def _check_geometry(self) -> None:
         """Compare vLLM's layers with what was read from the model's files."""
@@ -212,6 +232,8 @@ class WorkerSide:
                 self._failed.add(load.request_id)
 
     def _write(self, load: Load) -> int:
+        if load.packed is not None:
+            return self._write_packed(load, load.packed)
         slots = torch.tensor(
             slot_range(load.block_ids, load.start, load.stop, self._block_size),
             dtype=torch.int64,
@@ -232,6 +254,21 @@ class WorkerSide:
                     key, value = self._stage(load, index, rows, mappings)
                     layer.write(key, value, slots[place : place + len(key)])
                     size_bytes += key.nbytes + value.nbytes
+        return size_bytes
+
+    def _write_packed(self, load: Load, prefix: PackedPrefix) -> int:
+        strides = self._strides
+        assert strides is not None  # noqa: S101 - none is planned for an engine without them
+        blocks, first = load.block_ids[: prefix.num_blocks], load.start // self._block_size
+        size_bytes = 0
+        with _Mappings() as mappings, _beside_forward_passes(self._layers[0].cache.device):
+            for index, layer in enumerate(self._layers):
+                parts = _LayerParts(
+                    load.segments, index, self._shard.heads, mappings, self._rotary[index]
+                )
+                memory = strides.head_bytes(layer.cache)
+                writer = PackedWriter(memory, blocks, first, CHUNK_TOKENS)
+                size_bytes += write_prefix(writer, prefix, parts.keys, parts.values, parts.scales)
         return size_bytes
 
     def _stage(
@@ -265,6 +302,32 @@ class WorkerSide:
             self._reader.read(layer.cache, capture.block_ids, capture.num_tokens)
             for layer in self._layers
         ]
+
+
+@dataclass(frozen=True)
+class _LayerParts:
+    """What the segments of a load bring for one layer, in the order of the composition."""
+
+    segments: Sequence[Segment]
+    layer: int
+    heads: slice
+    mappings: "_Mappings"
+    rotary: RotaryEmbedding
+
+    def keys(self, index: int) -> Rows:
+        """Keys of a segment, moved to where they belong."""
+        segment = self.segments[index]
+        stored = self.mappings.tensor(segment.keys[self.layer])[self.heads]
+        return lambda begin, end: self.rotary.move(stored[:, begin:end], segment.num_positions)
+
+    def values(self, index: int) -> Rows:
+        """Values of a segment as they are stored."""
+        stored = self.mappings.tensor(self.segments[index].values[self.layer])[self.heads]
+        return lambda begin, end: stored[:, begin:end]
+
+    def scales(self, index: int) -> torch.Tensor:
+        """Scales of a segment's values, [num_kv_heads] or [num_kv_heads, head_dim]."""
+        return self.mappings.tensor(self.segments[index].value_scales[self.layer])[self.heads]
 
 
 class _Staging:

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config
 
 from cartridge_engine_ext import identity
 from cartridge_engine_ext.artifact_pool import tensor_view
-from cartridge_engine_ext.build import NUM_PROBE_STEPS, NUM_PROBE_TOP, Builder, Source
+from cartridge_engine_ext.build import Builder, Source
 from cartridge_engine_ext.commands import cartridge_build
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.latents import stored_latents
+from cartridge_engine_ext.reference_probe import NUM_PROBE_STEPS, NUM_PROBE_TOP
 from cartridge_proto.codecs import read_decoded_blob
 from cartridge_proto.compatibility import EngineIdentity, incompatibilities, unsupported
 from cartridge_proto.digest import Digest

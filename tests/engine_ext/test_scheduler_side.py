@@ -223,6 +223,7 @@ def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterat
         census=census,
         adapters=adapters,
         verdict_of=verdict_of,
+        packed_cache=None,
         hints=hints.append,
         on_ended=ended.append,
         on_captured=captured.append,

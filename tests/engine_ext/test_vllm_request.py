@@ -62,6 +62,7 @@ def side(tmp_path: Path) -> Iterator[SchedulerSide]:
             pinned_fraction=0.0,
             longest_request_blocks=2,
         ),
+        packed_cache=None,
         hints=lambda value: None,
         on_ended=lambda ended: None,
         on_captured=lambda tensors: None,

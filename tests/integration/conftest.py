@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_model
+from cartridge_engine_ext.packed_layout import PACKED_WORKER
 from tests.integration.fleet import (
     BLOCK_SIZE,
     CHUNK_TOKENS,
@@ -41,6 +42,7 @@ def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     arguments = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
     # Ordinary prompts of some tests, and a live prompt of one, come in several chunks.
     arguments += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
+    arguments += ["--worker-cls", PACKED_WORKER]
     work = tmp_path_factory.mktemp("fleet")
     with running_fleet(
         work, model_dir, max_model_len=MAX_MODEL_LEN, arguments=arguments

@@ -183,7 +183,7 @@ class Fleet:
     def put_tensors(
         self, name: str, like: Manifest, tensors: Mapping[str, torch.Tensor], probe: Probe
     ) -> None:
-        """A valid artifact of other tensors."""
+        """A valid artifact of other tensors, in their own representation."""
         payload = pack_payload(tensors)
         self.store.put_blob(payload.data)
         self.put_manifest(
@@ -191,6 +191,7 @@ class Fleet:
                 like,
                 name=name,
                 num_tokens=tensors["layers.0.k"].shape[1],
+                representation=payload.representation,
                 tensors=payload.tensors,
                 payload=[payload.blob],
                 probe=probe,
