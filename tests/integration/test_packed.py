@@ -36,8 +36,6 @@ HEADS, DIM, LAYERS = 3, 64, 30
 K16V8 = Recipe(Keys.BFLOAT16, Values.E4M3)
 BF16 = Recipe(Keys.BFLOAT16, Values.BFLOAT16)
 NUM_TOKENS = 200
-MOVED_TOLERANCE = 2e-3
-"""Keys that are moved are rounded to bfloat16 once more (2**-9 of each); seen: 4e-4."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +64,8 @@ class PrefixReference:
     ) -> tuple[list[int], list[float]]:
         """Greedy choices after each step of an answer, and the logprobs of its tokens.
 
-        `parts` are Cartridges by layer, each placed behind the one before.
+        `parts` are Cartridges by layer, each placed behind the one before, with keys that bfloat16
+        holds: moved ones are rounded to it again, once, as the engine does.
         """
         frequencies = default_inverse_frequencies(100_000.0, DIM)
         offsets = [
@@ -75,7 +74,7 @@ class PrefixReference:
         layers = []
         for layer in range(LAYERS):
             keys = [
-                relocate_keys(part[layer][0], offset, frequencies)
+                relocate_keys(part[layer][0].bfloat16(), offset, frequencies).float()
                 for part, offset in zip(parts, offsets, strict=True)
             ]
             values = [part[layer][1] for part in parts]
@@ -150,19 +149,17 @@ def test_a_composition_of_two_k16v8_and_one_bf16(
         for name, recipe, length in zip(names, [K16V8, BF16, K16V8], lengths, strict=True)
     ]
     answer = fleet.complete(LIVE_PROMPT, [f"{name}@1" for name in names])
-    plain = fleet.complete(LIVE_PROMPT, [f"{name}-plain@1" for name in names])
     parts = [full_layers(fleet.tensors(manifest), LAYERS) for manifest in manifests]
     choices, logprobs = reference.logprobs(parts, LIVE_PROMPT, answer.token_ids)
     assert tuple(choices) == answer.token_ids
     differences = [abs(a - b) for a, b in zip(logprobs, answer.logprobs, strict=True)]
-    assert max(differences) <= MOVED_TOLERANCE
-    assert answer.difference(plain) <= MOVED_TOLERANCE
+    assert max(differences) <= TOLERANCE
     per_token = HEADS * DIM * LAYERS
     k16v8 = (lengths[0] + lengths[2]) * 3 * per_token + 2 * 4 * DIM * HEADS * LAYERS
     assert loaded_bytes(answer) == k16v8 + lengths[1] * 4 * per_token
     # The same in another order is another answer: the comparison can tell.
     other = fleet.complete(LIVE_PROMPT, [f"{name}@1" for name in reversed(names)])
-    assert answer.difference(other) > MOVED_TOLERANCE
+    assert answer.difference(other) > TOLERANCE
 
 
 def test_packed_blocks_are_shared_through_the_prefix_cache(
@@ -216,7 +213,8 @@ def test_several_answers_to_one_prompt(fleet: Fleet, quantiser: Quantiser) -> No
         "model": MODEL_NAME,
         "prompt": LIVE_PROMPT,
         "max_tokens": NUM_NEW_TOKENS,
-        "temperature": 0,
+        "temperature": 1,
+        "top_k": 1,
         "ignore_eos": True,
         "n": 3,
         "return_token_ids": True,
