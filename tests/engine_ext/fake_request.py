@@ -62,6 +62,7 @@ class FakeRequest:
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
     trace_headers: dict[str, str] | None = None
+    max_tokens: int = 1000
     finished_reason: str | None = "stop"
     request_id: str = field(default_factory=lambda: f"cmpl-{next(_numbers)}")
     num_prompt_tokens: int = field(init=False)

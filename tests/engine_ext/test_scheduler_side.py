@@ -23,6 +23,7 @@ from cartridge_engine_ext.first_load_probe import PASSED, ProbeVerdict
 from cartridge_engine_ext.hbm_census import HbmCensus
 from cartridge_engine_ext.identity import ADAPTER_FILES
 from cartridge_engine_ext.load_plan import Capture, Load, LoadReport, LoadResult
+from cartridge_engine_ext.packed_layout import CacheGeometry
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.scheduler_side import (
     EndedPrefix,
@@ -190,7 +191,11 @@ class FakeAdapterFiles:
 
 
 @contextmanager
-def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterator[Engine]:
+def running_engine(
+    store_dir: Path,
+    identity: EngineIdentity = ENGINE,
+    packed_cache: CacheGeometry | None = None,
+) -> Iterator[Engine]:
     """An engine whose self-test has passed."""
     store = ObservedStore(store_dir)
     pool = ArtifactPool(store=store, engine=identity, capacity_bytes=1 << 20, num_loaders=2)
@@ -223,7 +228,7 @@ def running_engine(store_dir: Path, identity: EngineIdentity = ENGINE) -> Iterat
         census=census,
         adapters=adapters,
         verdict_of=verdict_of,
-        packed_cache=None,
+        packed_cache=packed_cache,
         hints=hints.append,
         on_ended=ended.append,
         on_captured=captured.append,
