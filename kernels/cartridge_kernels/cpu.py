@@ -27,8 +27,10 @@ _TILE = 1024
 _ROWS = 2048
 _BATCHED_LIVE = 2048
 """Live tokens up to which one-query requests are computed together, padded to the longest."""
-_BATCHED_TOKENS = 8192
-"""Padded live tokens of such a group."""
+_BATCHED_NUMBERS = 1 << 20
+"""Numbers of the padded keys of such a group: 4 MiB."""
+_LOG2_E = math.log2(math.e)
+_LN_2 = math.log(2)
 _FROM_BITS = 2.0**120
 """What an e4m3 code, moved to the bits of a bfloat16, is too small by: 2 ** (127 - 7)."""
 
@@ -62,8 +64,9 @@ class CpuBackend:
         rows, heads, dim = queries.shape
         kv_heads, value_dim = live.keys.shape[1], live.values.shape[3]
         group = heads // kv_heads
-        # By KV head, so that the queries of a group are rows of one product.
-        by_head = (queries.to(torch.float32) * scale).view(rows, kv_heads, group, dim)
+        # By KV head, so that the queries of a group are rows of one product; scores are to base 2,
+        # whose exponential costs 0.4 of the natural one.
+        by_head = (queries.to(torch.float32) * (scale * _LOG2_E)).view(rows, kv_heads, group, dim)
         by_head = by_head.transpose(0, 1).contiguous()
         output = by_head.new_zeros(kv_heads, rows, group, value_dim)
         lse = by_head.new_full((kv_heads, rows, group), -math.inf)
@@ -130,8 +133,8 @@ class CpuBackend:
         size = live.keys.shape[2]
         for first, blocks in part.tiles:
             length = min(blocks.shape[0] * size, part.num_live - first)
-            keys = _join_blocks(live.keys.transpose(2, 3)[blocks[None]], by_column=True)
-            values = _join_blocks(live.values[blocks[None]], by_column=False)
+            keys = self._blocks("keys", live.keys.transpose(2, 3), blocks[None], by_column=True)
+            values = self._blocks("values", live.values, blocks[None], by_column=False)
             sums.add(
                 keys[0, :, :, :length],
                 values[0, :, :length],
@@ -145,8 +148,8 @@ class CpuBackend:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Requests of one query each: [num_kv_heads, requests, group(, dim)]."""
         queries = by_head[:, batch.rows].transpose(0, 1).flatten(0, 1)
-        keys = _join_blocks(live.keys.transpose(2, 3)[batch.blocks], by_column=True)
-        values = _join_blocks(live.values[batch.blocks], by_column=False)
+        keys = self._blocks("keys", live.keys.transpose(2, 3), batch.blocks, by_column=True)
+        values = self._blocks("values", live.values, batch.blocks, by_column=False)
         length = batch.num_live
         keys, values = keys[..., :length], values[:, :, :length]
         scores = torch.bmm(queries, keys.flatten(0, 1))
@@ -155,14 +158,34 @@ class CpuBackend:
             values[batch.tails[0], :, batch.tails[1]] = 0.0
             by_request = scores.view(*values.shape[:2], -1, length)
             by_request.masked_fill_(batch.is_tail[:, None, None, :], -math.inf)
-        lse = torch.logsumexp(scores, dim=-1)
-        weights = scores.sub_(lse[..., None]).exp_()
-        output = torch.bmm(weights, values.flatten(0, 1))
+        # Every request here has live tokens, so no maximum is minus infinity.
+        largest = scores.amax(dim=2, keepdim=True)
+        weights = scores.sub_(largest).exp2_()
+        total = weights.sum(dim=2, keepdim=True)
+        output = torch.bmm(weights, values.flatten(0, 1)).div_(total)
+        lse = (largest + total.log2()) * _LN_2
         shape = (len(batch.rows), by_head.shape[0], -1)
         return (
             output.view(*shape, output.shape[-1]).transpose(0, 1),
             lse.view(shape).transpose(0, 1),
         )
+
+    def _blocks(
+        self, name: str, cache: torch.Tensor, blocks: torch.Tensor, *, by_column: bool
+    ) -> torch.Tensor:
+        """Blocks [requests, blocks] of a cache [blocks, heads, a, b] behind one another, float32.
+
+        [requests, heads, a, blocks * b] by column, else [requests, heads, blocks * a, b]; scratch.
+        """
+        shape = (blocks.numel(), *cache.shape[1:])
+        found = self._scratch.take(f"{name} {cache.dtype}", shape, cache.dtype)
+        torch.index_select(cache, 0, blocks.flatten(), out=found)
+        joined = found.view(*blocks.shape, *cache.shape[1:])
+        joined = joined.permute((0, 2, 3, 1, 4) if by_column else (0, 2, 1, 3, 4))
+        if blocks.shape[1] > 1 or cache.dtype != torch.float32:
+            whole = self._scratch.take(f"joined {name}", joined.shape, torch.float32)
+            joined = whole.copy_(joined)
+        return joined.flatten(3, 4) if by_column else joined.flatten(2, 3)
 
     def _floats(self, name: str, storage: torch.Tensor, rows: "_Rows") -> torch.Tensor:
         """Rows as float32 [num_kv_heads, rows, dim], in scratch; e4m3 lacks its `_FROM_BITS`."""
@@ -251,8 +274,8 @@ class _Sums:
         largest = torch.maximum(before, scores.amax(dim=2, keepdim=True))
         # Rows that have seen nothing yet: differences of -inf, not NaN.
         base = largest.clamp(min=torch.finfo(torch.float32).min)
-        weights = scores.sub_(base).exp_()
-        shrink = torch.exp(before - base)
+        weights = scores.sub_(base).exp2_()
+        shrink = torch.exp2(before - base)
         self._total[:, part] = self._total[:, part] * shrink + weights.sum(dim=2, keepdim=True)
         if factor is not None:
             weights.mul_(factor)
@@ -264,7 +287,7 @@ class _Sums:
         """Output and log-sum-exp; 0 and minus infinity for rows that saw nothing."""
         nothing = self._total == 0
         output = self._output.div_(self._total.masked_fill(nothing, 1.0))
-        return output, (self._largest + self._total.log())[..., 0]
+        return output, ((self._largest + self._total.log2()) * _LN_2)[..., 0]
 
 
 @dataclass(frozen=True)
@@ -361,7 +384,8 @@ class _Prepared:
                 together += [index] if request.num_live else []
             elif request.num_live:
                 self.parts.append(self._part(plan, index, table[index]))
-        self.batches = [self._batch(plan, group, table) for group in _groups(plan, together)]
+        most = max(_BATCHED_NUMBERS // live.keys[0, :, 0].numel(), 1)
+        self.batches = [self._batch(plan, group, table) for group in _groups(plan, together, most)]
         self.readers = [_rows_of(plan, requests) for requests in plan.readers]
         self.segments = [
             _SegmentPages(segment.num_tokens, tensors)
@@ -404,13 +428,13 @@ class _Prepared:
         )
 
 
-def _groups(plan: Plan, requests: list[int]) -> Iterator[list[int]]:
+def _groups(plan: Plan, requests: list[int], most_tokens: int) -> Iterator[list[int]]:
     """Requests of similar length together, so that padding stays below half of the work."""
     group: list[int] = []
     for index in sorted(requests, key=lambda index: -plan.requests[index].num_live):
         if group:
             longest = plan.requests[group[0]].num_live
-            is_full = longest * (len(group) + 1) > _BATCHED_TOKENS
+            is_full = longest * (len(group) + 1) > most_tokens
             if is_full or longest > max(2 * plan.requests[index].num_live, 64):
                 yield sorted(group)
                 group = []
@@ -427,16 +451,6 @@ def _rows_of(plan: Plan, requests: tuple[int, ...]) -> slice | torch.Tensor | No
         return slice(plan.row_starts[requests[0]], plan.row_starts[requests[-1] + 1])
     rows = [row for index in requests for row in range(*plan.rows(index).indices(plan.num_rows))]
     return torch.tensor(rows)
-
-
-def _join_blocks(blocks: torch.Tensor, *, by_column: bool) -> torch.Tensor:
-    """Blocks [requests, blocks, heads, a, b] of a request behind one another, float32.
-
-    [requests, heads, a, blocks * b] by column, else [requests, heads, blocks * a, b].
-    """
-    order = (0, 2, 3, 1, 4) if by_column else (0, 2, 1, 3, 4)
-    joined = blocks.to(torch.float32).permute(order)
-    return joined.flatten(3, 4) if by_column else joined.flatten(2, 3)
 
 
 def _put(
