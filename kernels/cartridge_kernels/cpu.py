@@ -20,6 +20,7 @@ from cartridge_kernels.plan import (
     PagedRows,
     Plan,
     SegmentTensors,
+    check_page_ids,
     check_tensors,
 )
 
@@ -31,8 +32,8 @@ _BATCHED_NUMBERS = 1 << 20
 """Numbers of the padded keys of such a group: 4 MiB."""
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
-_FROM_BITS = 2.0**120
-"""What an e4m3 code, moved to the bits of a bfloat16, is too small by: 2 ** (127 - 7)."""
+_FROM_BITS = 2.0**8
+"""What an e4m3 code at the place of a float16 is too small by: 2 ** (15 - 7)."""
 
 
 class CpuBackend:
@@ -106,24 +107,20 @@ class CpuBackend:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Partial of [num_kv_heads, rows, dim], already scaled, over a whole segment."""
         storage = tensors.values.storage
-        is_coded = storage.dtype == torch.float8_e4m3fn
-        # The factor goes to the smaller operand; with scales by page the weights hold those.
-        to_weights = is_coded and queries.shape[1] < storage.shape[3] and pages.places is None
         sums = _Sums(queries, storage.shape[3], self._scratch)
         scale = tensors.value_scale
         for tile, (key_rows, value_rows) in enumerate(pages.tiles):
             keys = self._floats("keys", tensors.keys.storage, key_rows)
             values = self._floats("values", storage, value_rows)
-            if is_coded and not to_weights:
-                values.mul_(_FROM_BITS)
-            factor: torch.Tensor | float | None = _FROM_BITS if to_weights else None
+            factor = None
             if pages.places is not None and scale is not None:
                 places = pages.places[tile * _TILE : (tile + 1) * _TILE]
-                factor = scale[places].permute(1, 2, 0)
+                factor = (scale[places] * _FROM_BITS).permute(1, 2, 0)
             sums.add(keys.transpose(1, 2), values, factor)
         output, lse = sums.finish()
         if scale is not None and pages.places is None:
-            output.mul_(scale[:, None, None] if scale.dim() == 1 else scale[:, None, :])
+            factor = scale * _FROM_BITS
+            output.mul_(factor[:, None, None] if scale.dim() == 1 else factor[:, None, :])
         return output, lse
 
     def _live_part(
@@ -195,10 +192,10 @@ class CpuBackend:
         found = storage[rows.pages, :, rows.begin : rows.end]
         pages, kv_heads, size, dim = found.shape
         if is_coded:
-            # Sign to the top, exponent and mantissa to where bfloat16 has them; the rest is sign.
+            # Exponent and mantissa to where float16 has them; 14 is the sign's copy, cleared.
             bits = self._scratch.take("bits", (pages, kv_heads, size, dim), torch.int16)
             bits.copy_(found)
-            found = bits.mul_(16).bitwise_and_(-30736).view(torch.bfloat16)
+            found = bits.mul_(128).bitwise_and_(-16512).view(torch.float16)
         floats = self._scratch.take(name, (kv_heads, pages, size, dim), torch.float32)
         floats.copy_(found.transpose(0, 1))
         return floats.view(kv_heads, pages * size, dim)[:, rows.skip : rows.skip + rows.count]
@@ -248,7 +245,7 @@ class _Sums:
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
-        factor: torch.Tensor | float | None,
+        factor: torch.Tensor | None,
         hidden: _Hidden | None = None,
     ) -> None:
         """Keys [heads, dim, tokens], values [heads, tokens, value_dim]; `factor` of weights."""
@@ -268,7 +265,7 @@ class _Sums:
         part: slice,
         scores: torch.Tensor,
         values: torch.Tensor,
-        factor: torch.Tensor | float | None,
+        factor: torch.Tensor | None,
     ) -> None:
         before = self._largest[:, part]
         largest = torch.maximum(before, scores.amax(dim=2, keepdim=True))
@@ -328,10 +325,10 @@ class _SegmentPages:
         )
 
 
-def _layout(tensors: SegmentTensors) -> tuple[int, int, int, int, bool]:
+def _layout(tensors: SegmentTensors) -> tuple[int, ...]:
     keys, values = tensors.keys, tensors.values
-    sizes = keys.page_tokens, values.page_tokens
-    return (*sizes, keys.first_row, values.first_row, tensors.has_page_scales)
+    sizes = *keys.storage.shape[::2], *values.storage.shape[::2]
+    return (*sizes, keys.first_row, values.first_row, int(tensors.has_page_scales))
 
 
 def _rows(paged: PagedRows, ids: list[int], begin: int, end: int) -> _Rows:
@@ -375,7 +372,9 @@ class _Prepared:
     """What a plan, its page ids and its block table say, once for all layers."""
 
     def __init__(self, plan: Plan, segments: Sequence[SegmentTensors], live: LiveTensors) -> None:
-        self._plan, self._table, self._block_size = plan, live.block_table, live.keys.shape[2]
+        check_page_ids(plan, segments, live)
+        self._plan, self._table = plan, live.block_table
+        self._num_blocks, self._block_size = live.keys.shape[::2]
         table = live.block_table.long()
         together: list[int] = []
         self.parts: list[_LivePart] = []
@@ -396,7 +395,7 @@ class _Prepared:
         return (
             self._plan is plan
             and self._table is live.block_table
-            and self._block_size == live.keys.shape[2]
+            and (self._num_blocks, self._block_size) == live.keys.shape[::2]
             and all(
                 pages.is_for(tensors)
                 for pages, tensors in zip(self.segments, segments, strict=True)

@@ -27,6 +27,7 @@ from cartridge_kernels.plan import (
     LiveTensors,
     Plan,
     SegmentTensors,
+    check_page_ids,
     check_tensors,
 )
 
@@ -111,6 +112,8 @@ class NativeBackend:
     ) -> Attended:
         """See `cartridge_kernels.reference.attend`."""
         check_tensors(plan, queries, segments, live)
+        if queries.device.type != "cpu":
+            raise InvalidPlan(f"queries: on {queries.device}; cpu wanted")
         prepared = self._prepared
         if prepared is None or not prepared.is_for(plan, segments, live):
             prepared = self._prepared = _Prepared(plan, segments, live)
@@ -145,20 +148,18 @@ class _Prepared:
     """What a plan, its page ids and its block table say, as C reads it; once for all layers."""
 
     def __init__(self, plan: Plan, segments: Sequence[SegmentTensors], live: LiveTensors) -> None:
+        check_page_ids(plan, segments, live)
         self._plan, self._table, self._block_size = plan, live.block_table, live.keys.shape[2]
+        self._num_pages = _num_pages(segments, live)
         self._page_ids = [(s.keys.page_ids, s.values.page_ids) for s in segments]
         # Pointers of parts are into these.
         self._kept: list[torch.Tensor] = []
-        self._highest: list[int] = []
         parts: list[_Part] = []
         table = live.block_table.to("cpu", torch.int64)
-        used_blocks = [-1]
         for index, request in enumerate(plan.requests):
             if not request.num_live:
                 continue
-            blocks = table[index, : -(-request.num_live // self._block_size)].contiguous()
-            used_blocks.append(_highest(f"block_table[{index}]", blocks))
-            pages = self._keep(blocks)
+            pages = self._keep(table[index, : -(-request.num_live // self._block_size)])
             parts.append(
                 _Part(
                     keys=0,
@@ -172,13 +173,8 @@ class _Prepared:
                     first_seen=request.num_live - request.num_queries,
                 )
             )
-        self._highest += [max(used_blocks)] * 2
-        self._segment_parts: list[_Part | None] = []
         of_segment: list[int | None] = []
         for index, (readers, tensors) in enumerate(zip(plan.readers, segments, strict=True)):
-            for part_name, paged in (("keys", tensors.keys), ("values", tensors.values)):
-                name = f"segments[{index}].{part_name}"
-                self._highest.append(_highest(name, paged.page_ids))
             of_segment.append(len(parts) if readers else None)
             if readers:
                 parts.append(self._segment_part(plan, index, tensors))
@@ -211,6 +207,8 @@ class _Prepared:
             self._plan is plan
             and self._table is live.block_table
             and self._block_size == live.keys.shape[2]
+            # Ids were checked against these.
+            and self._num_pages == _num_pages(segments, live)
             and all(
                 tensors.keys.page_ids is keys and tensors.values.page_ids is values
                 for tensors, (keys, values) in zip(segments, self._page_ids, strict=True)
@@ -221,16 +219,8 @@ class _Prepared:
         self, segments: Sequence[SegmentTensors], live: LiveTensors
     ) -> tuple[ctypes.Array[_Storage], list[torch.Tensor]]:
         """Storages of one layer, and what has to live as long as they are read."""
-        if live.values.shape[:3] != live.keys.shape[:3]:
-            raise InvalidPlan(
-                f"live.values: shape {tuple(live.values.shape)}, keys {tuple(live.keys.shape)}"
-            )
-        tensors = [("live.keys", live.keys), ("live.values", live.values)]
-        for index, segment in enumerate(segments):
-            tensors.append((f"segments[{index}].keys", segment.keys.storage))
-            tensors.append((f"segments[{index}].values", segment.values.storage))
-        for place, (name, tensor) in enumerate(tensors):
-            _describe(self._storages[place], name, tensor, self._highest[place])
+        for storage, tensor in zip(self._storages, _tensors(segments, live), strict=True):
+            _describe(storage, tensor)
         kept: list[torch.Tensor] = []
         for segment, part_index in zip(segments, self._of_segment, strict=True):
             if part_index is None:
@@ -240,29 +230,30 @@ class _Prepared:
             if segment.value_scale is None:
                 part.scale, part.scale_kind = None, 0
             else:
-                kept.append(segment.value_scale.detach().contiguous())
+                kept.append(segment.value_scale.detach().to("cpu").contiguous())
                 part.scale, part.scale_kind = kept[-1].data_ptr(), kept[-1].dim()
         return self._storages, kept
 
 
-def _highest(name: str, page_ids: torch.Tensor) -> int:
-    if page_ids.numel() and int(page_ids.min()) < 0:
-        raise InvalidPlan(f"{name}: page {int(page_ids.min())}, at least 0")
-    return int(page_ids.max()) if page_ids.numel() else -1
+def _tensors(segments: Sequence[SegmentTensors], live: LiveTensors) -> list[torch.Tensor]:
+    """In the order of the storages that parts name."""
+    of_segments = [rows.storage for s in segments for rows in (s.keys, s.values)]
+    return [live.keys, live.values, *of_segments]
 
 
-def _describe(storage: _Storage, name: str, tensor: torch.Tensor, highest_page: int) -> None:
-    dtype = _TYPES.get(tensor.dtype)
-    if dtype is None or tensor.device.type != "cpu":
-        raise InvalidPlan(f"{name}: {tensor.dtype} on {tensor.device}; a float type on the CPU")
-    if highest_page >= tensor.shape[0]:
-        raise InvalidPlan(f"{name}: page {highest_page} of {tensor.shape[0]}")
+def _num_pages(segments: Sequence[SegmentTensors], live: LiveTensors) -> list[int]:
+    return [tensor.shape[0] for tensor in _tensors(segments, live)]
+
+
+def _describe(storage: _Storage, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise InvalidPlan(f"keys or values on {tensor.device}; cpu wanted")
     size = tensor.element_size()
-    page, head, row, column = tensor.stride()
     storage.data = tensor.data_ptr()
-    storage.page_stride, storage.head_stride = page * size, head * size
-    storage.row_stride, storage.column_stride = row * size, column * size
-    storage.page_rows, storage.dtype = tensor.shape[2], dtype
+    storage.page_rows, storage.dtype = tensor.shape[2], _TYPES[tensor.dtype]
+    storage.page_stride, storage.head_stride, storage.row_stride, storage.column_stride = (
+        stride * size for stride in tensor.stride()
+    )
 
 
 # --- the library ---------------------------------------------------------------------------------
