@@ -88,6 +88,7 @@ class NativeBackend:
 
     def __init__(self) -> None:
         self._prepared: _Prepared | None = None
+        self._library: ctypes.CDLL | None = None
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """What is missing: another kind of device, the library, or instructions of this CPU."""
@@ -123,7 +124,9 @@ class NativeBackend:
         value_dim = live.values.shape[3]
         output = torch.empty(rows, heads, value_dim)
         lse, totals = torch.empty(rows, heads), torch.empty(rows, heads)
-        if _load(library_path()).cartridge_attend(
+        if self._library is None:
+            self._library = _load(library_path())
+        if self._library.cartridge_attend(
             storages,
             prepared.parts,
             len(prepared.parts),
@@ -257,7 +260,6 @@ def _describe(storage: _Storage, tensor: torch.Tensor) -> None:
 
 
 # --- the library ---------------------------------------------------------------------------------
-@functools.cache
 def library_path() -> Path:
     """Where the library of this source and these flags lies, made or not."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -275,7 +277,7 @@ def build() -> Path:
     if platform.machine() not in ("x86_64", "AMD64"):
         raise BuildError(f"CPU is {platform.machine()}, x86-64 wanted")
     if not path.exists():
-        compiler = next(filter(None, map(shutil.which, _compilers())), None)
+        compiler = find_compiler()
         if compiler is None:
             raise BuildError("no C compiler: none of " + ", ".join(_compilers()))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -294,6 +296,11 @@ def build() -> Path:
             made.replace(path)
     _load(path)
     return path
+
+
+def find_compiler() -> str | None:
+    """`CC`, or one of the usual names; `None` where there is none."""
+    return next(filter(None, map(shutil.which, _compilers())), None)
 
 
 def _compilers() -> list[str]:
@@ -322,7 +329,6 @@ def _loaded(path: Path) -> ctypes.CDLL:
     return library
 
 
-@functools.cache
 def _load(path: Path) -> ctypes.CDLL:
     if not path.exists():
         raise BuildError(f"not built: run {_BUILD_COMMAND} ({path} is not there)")
