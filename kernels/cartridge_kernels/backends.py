@@ -18,9 +18,11 @@ logger = logging.getLogger(__name__)
 AUTO: Final = "auto"
 
 _BACKENDS: Final = {
+    "cpu": ("cartridge_kernels.cpu", "CpuBackend"),
+    "native": ("cartridge_kernels.native", "NativeBackend"),
     "reference": ("cartridge_kernels.reference", "ReferenceBackend"),
 }
-_PREFERENCE: Final = {"cpu": ("reference",)}
+_PREFERENCE: Final = {"cpu": ("native", "cpu", "reference")}
 """By device type: what `auto` takes, the first that can run."""
 
 

@@ -218,6 +218,33 @@ class Attended:
     lse: torch.Tensor
 
 
+def check_page_ids(plan: Plan, segments: Sequence[SegmentTensors], live: LiveTensors) -> None:
+    """Check that every page and block that the plan reads is there: once for each plan.
+
+    Looks at what is in the index tensors, which `check_tensors` leaves alone: on a device that
+    would wait for it.
+
+    Raises:
+        InvalidPlan: naming the page that is not there.
+    """
+    size, num_blocks = live.keys.shape[2], live.keys.shape[0]
+    for index, request in enumerate(plan.requests):
+        blocks = live.block_table[index, : -(-request.num_live // size)]
+        _check_ids(f"block_table[{index}]", blocks, num_blocks)
+    for index, tensors in enumerate(segments):
+        for part, rows in (("keys", tensors.keys), ("values", tensors.values)):
+            name = f"segments[{index}].{part}.page_ids"
+            _check_ids(name, rows.page_ids, rows.storage.shape[0])
+
+
+def _check_ids(name: str, ids: torch.Tensor, limit: int) -> None:
+    if not ids.numel():
+        return
+    lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+    if lowest < 0 or highest >= limit:
+        raise InvalidPlan(f"{name}: {lowest} to {highest} of {limit} pages")
+
+
 _KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -246,6 +273,24 @@ def check_tensors(
         )
     if len(segments) != len(plan.segments):
         raise InvalidPlan(f"segments: {len(segments)} tensors for {len(plan.segments)} segments")
+    _check_live(plan, live)
+    for index, (segment, tensors) in enumerate(zip(plan.segments, segments, strict=True)):
+        _check_segment(f"segments[{index}]", segment, tensors, (num_kv_heads, head_dim))
+        if tensors.values.storage.shape[3] != live.values.shape[3]:
+            raise InvalidPlan(
+                f"segments[{index}].values: width {tensors.values.storage.shape[3]}, live values "
+                f"have {live.values.shape[3]}"
+            )
+
+
+def _check_live(plan: Plan, live: LiveTensors) -> None:
+    if live.values.shape[:3] != live.keys.shape[:3]:
+        raise InvalidPlan(
+            f"live values: shape {tuple(live.values.shape)}, keys {tuple(live.keys.shape)}"
+        )
+    for part, cache in (("keys", live.keys), ("values", live.values)):
+        if cache.dtype not in _KEY_DTYPES:
+            raise InvalidPlan(f"live {part}: dtype {cache.dtype}; live tokens have 16 or 32 bits")
     if live.block_table.shape[0] != len(plan.requests):
         raise InvalidPlan(
             f"block_table: {live.block_table.shape[0]} rows for {len(plan.requests)} requests"
@@ -254,13 +299,6 @@ def check_tensors(
     longest = max((request.num_live for request in plan.requests), default=0)
     if longest > capacity:
         raise InvalidPlan(f"block_table: room for {capacity} live tokens, {longest} by the plan")
-    for index, (segment, tensors) in enumerate(zip(plan.segments, segments, strict=True)):
-        _check_segment(f"segments[{index}]", segment, tensors, (num_kv_heads, head_dim))
-        if tensors.values.storage.shape[3] != live.values.shape[3]:
-            raise InvalidPlan(
-                f"segments[{index}].values: width {tensors.values.storage.shape[3]}, live values "
-                f"have {live.values.shape[3]}"
-            )
 
 
 def _check_segment(

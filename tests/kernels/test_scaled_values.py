@@ -1,10 +1,14 @@
 """Values in 8 bits: how far they are off, that nothing overflows, and what is refused."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cartridge_kernels.plan import PagedRows, SegmentTensors
+from cartridge_kernels.reference import segment_rows
 from cartridge_kernels.scaled_values import E4M3_MAX, dequantise_values, quantise_values
 
 HEADS, TOKENS, DIM = 2, 5, 4
@@ -90,3 +94,90 @@ def test_what_is_no_number_is_refused(number: float) -> None:
     values[1, 2, 3] = number
     with pytest.raises(ValueError, match="NaN or infinite"):
         quantise_values(values, by_channel=True)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("factor", [1e-36, 1e-6, 1.0, 1e6, 1e35])
+def test_scales_that_are_powers_of_two_lose_nothing_in_bfloat16(
+    by_channel: bool, factor: float
+) -> None:
+    """What is dequantised is a bfloat16 number, bit for bit; it is as near as with any scale."""
+    values = some_values(factor)
+    codes, scale = quantise_values(values, by_channel=by_channel, power_of_two=True)
+    assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+    found = dequantise_values(codes, scale)
+    assert torch.equal(found.to(torch.bfloat16).to(torch.float32), found)
+    off = (found.double() - values.double()).abs()
+    bound = values.double().abs() * RELATIVE
+    assert bool((off <= torch.maximum(bound, over_tokens(scale) * ABSOLUTE)).all())
+
+
+def test_a_scale_that_is_a_power_of_two_stays() -> None:
+    """Rounding up leaves it alone, and takes the next one above it otherwise."""
+    for largest, wanted in ((448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (225.0, 1.0)):
+        values = torch.tensor([[[largest], [-1.0]]])
+        _, scale = quantise_values(values, by_channel=False, power_of_two=True)
+        assert scale.tolist() == [wanted]
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=9))
+def test_powers_of_two_never_overflow(numbers: list[float]) -> None:
+    """Also the largest float32 numbers come back finite, and as bfloat16 numbers."""
+    values = torch.tensor(numbers).reshape(1, -1, 1)
+    codes, scale = quantise_values(values, by_channel=False, power_of_two=True)
+    found = dequantise_values(codes, scale)
+    assert bool(found.isfinite().all())
+    assert torch.equal(found.to(torch.bfloat16).to(torch.float32), found)
+
+
+# --- faults: what a wrong scale or format does to the tensor itself -------------------------------
+def e5m2_of(codes: torch.Tensor) -> torch.Tensor:
+    """The same bytes read as the other format of 8 bits."""
+    return codes.view(torch.uint8).view(torch.float8_e5m2)
+
+
+FAULTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "dropped scale": lambda codes, scale: dequantise_values(codes, torch.ones_like(scale)),
+    "neighbour's scale by head": lambda codes, scale: dequantise_values(codes, scale.roll(1, 0)),
+    "neighbour's scale by channel": lambda codes, scale: dequantise_values(
+        codes, scale.roll(1, -1)
+    ),
+    "one scale for all heads": lambda codes, scale: dequantise_values(
+        codes, scale.amax(dim=0, keepdim=True).expand_as(scale)
+    ),
+    "scale squared": lambda codes, scale: dequantise_values(codes, scale * scale),
+    "read as e5m2": lambda codes, scale: dequantise_values(e5m2_of(codes), scale),
+}
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_scale_or_format_shows_in_the_values(fault: str, by_channel: bool) -> None:
+    """Dequantised values are outside of what e4m3 allows; the right ones are inside."""
+    values = some_values() * torch.tensor([1.0, 3.0])[:, None, None]
+    codes, scale = quantise_values(values, by_channel=by_channel)
+
+    def share_outside(found: torch.Tensor) -> float:
+        off = (found.double() - values.double()).abs()
+        bound = torch.maximum(values.double().abs() * RELATIVE, over_tokens(scale) * ABSOLUTE)
+        return float((~(off <= bound)).double().mean())
+
+    assert share_outside(dequantise_values(codes, scale)) == 0
+    assert share_outside(FAULTS[fault](codes, scale)) > 0.25
+
+
+def test_keys_that_were_quantised_instead_show() -> None:
+    """The values of a segment are bit for bit those stored, and so are its keys: not swapped."""
+    keys, values = some_values(dtype=torch.bfloat16), some_values(2.0, torch.bfloat16)
+    codes, scale = quantise_values(values, by_channel=True)
+    right = SegmentTensors(PagedRows.whole(keys), PagedRows.whole(codes), scale)
+    found_keys, found_values = segment_rows(right, TOKENS)
+    assert torch.equal(found_keys, keys.float())
+    assert torch.equal(found_values, dequantise_values(codes, scale))
+
+    wrong_codes, wrong_scale = quantise_values(keys, by_channel=True)
+    rounded = dequantise_values(wrong_codes, wrong_scale).to(torch.bfloat16)
+    wrong = SegmentTensors(PagedRows.whole(rounded), PagedRows.whole(values))
+    found_keys, found_values = segment_rows(wrong, TOKENS)
+    assert not torch.equal(found_keys, keys.float())
+    assert not torch.equal(found_values, dequantise_values(codes, scale))
