@@ -38,9 +38,11 @@ class Payload:
 
 
 def quantised_values(
-    named: Mapping[str, torch.Tensor], *, by_channel: bool = True
+    named: Mapping[str, torch.Tensor], *, by_channel: bool = True, power_of_two: bool = False
 ) -> dict[str, torch.Tensor]:
     """The same tensors with values in 8 bits (e4m3), and `layers.{i}.v_scale` beside them.
+
+    The options are those of `quantise_values`.
 
     Raises:
         ValueError: a value is NaN or infinite, naming the tensor.
@@ -50,7 +52,9 @@ def quantised_values(
         tensors[name] = tensor
         if name.endswith(".v"):
             try:
-                codes, scale = quantise_values(tensor, by_channel=by_channel)
+                codes, scale = quantise_values(
+                    tensor, by_channel=by_channel, power_of_two=power_of_two
+                )
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
             tensors[name], tensors[f"{name}_scale"] = codes, scale

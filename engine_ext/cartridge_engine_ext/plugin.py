@@ -46,10 +46,12 @@ from cartridge_engine_ext.rotary import RotaryEmbedding, rotary_embeddings
 from cartridge_engine_ext.scheduler_side import EndedPrefix, SchedulerSide, SelfTestGate
 from cartridge_engine_ext.self_test import (
     Answer,
+    Subject,
     Verdict,
     composition_of,
     full_lengths,
     quick_lengths,
+    run_packed_test,
     run_self_test,
 )
 from cartridge_engine_ext.settings import (
@@ -268,6 +270,7 @@ class SchedulerRuntime:
         self._engine = engine_identity(config)
         self._rotary = _rotary_embeddings(config)
         self._vocab_size = config.model_config.get_vocab_size()
+        self._packed_cache = _packed_cache(config, kv_cache_config)
         epoch = new_epoch()
         self._gate = SelfTestGate()
         self._not_ready: str | None = "the boot self-test has not run yet"
@@ -341,7 +344,7 @@ class SchedulerRuntime:
         )
         self._spans = PrefixSpans(self._trace_provider or trace.get_tracer_provider())
         self.scheduler_side = SchedulerSide(
-            packed_cache=_packed_cache(config, kv_cache_config),
+            packed_cache=self._packed_cache,
             pool=self._pool,
             engine=self._engine,
             replica=settings.replica,
@@ -425,12 +428,14 @@ class SchedulerRuntime:
         lengths = (quick_lengths if is_proven else full_lengths)(self._engine.block_size)
         try:
             verdicts = [self._self_test(num_tokens) for num_tokens in lengths]
+            differences = [verdict.difference for verdict in verdicts]
+            if self._packed_cache is not None:
+                differences.append(run_packed_test(self._subject()))
         except Exception as error:
             logger.exception("boot self-test failed: this engine does not join the fleet")
             self._not_ready = f"boot self-test on vLLM {vllm.__version__}: {error}"
             return
-        difference = max(verdict.difference for verdict in verdicts)
-        logger.info("boot self-test passed: logprobs differ by at most %.1e", difference)
+        logger.info("boot self-test passed: logprobs differ by at most %.1e", max(differences))
         reasons = [verdict.immovable for verdict in verdicts if verdict.immovable is not None]
         if reasons:
             logger.warning("Cartridges at an offset are refused: %s", reasons[0])
@@ -452,6 +457,14 @@ class SchedulerRuntime:
                 logger.warning("nvme tier: %s", error)
 
     def _self_test(self, num_tokens: int) -> Verdict:
+        return run_self_test(
+            self._subject(),
+            num_tokens,
+            lambda layer, keys, count: self._rotary[layer].move(keys, count),
+        )
+
+    def _subject(self) -> Subject:
+        """This engine, as the self-tests reach it."""
         model = self._client.served_model()
 
         def proof(num_captured: int) -> dict[str, Any]:
@@ -468,15 +481,13 @@ class SchedulerRuntime:
             by_rank = self._captured.get(timeout=CAPTURE_TIMEOUT_S)
             return answer, all_heads(by_rank, self._engine.geometry.num_kv_heads)
 
-        return run_self_test(
+        return Subject(
             engine=self._engine,
             vocab_size=self._vocab_size,
-            num_tokens=num_tokens,
             complete=complete,
             capture=capture,
             adopt=self._pool.adopt,
             discard=self._pool.evict,
-            relocate=lambda layer, keys, count: self._rotary[layer].move(keys, count),
         )
 
     def _answer_probe(

@@ -192,7 +192,9 @@ def smaller_tensors(tensors: Mapping[str, torch.Tensor], recipe: Recipe) -> dict
         if not bool(found[name].isfinite().all()):
             raise ValueError(f"{name}: a number is NaN or infinite")
     if recipe.values is Values.E4M3:
-        found = quantised_values(found, by_channel=recipe.by_channel)
+        found = quantised_values(
+            found, by_channel=recipe.by_channel, power_of_two=recipe.power_of_two
+        )
     return found
 
 

@@ -16,9 +16,10 @@ import torch
 from cartridge_engine_ext.artifact_pool import Artifact
 from cartridge_engine_ext.errors import SelfTestFailed
 from cartridge_engine_ext.layout_probe import Captured
-from cartridge_engine_ext.payload import DTYPE_NAMES, pack_payload
+from cartridge_engine_ext.payload import DTYPE_NAMES, pack_payload, quantised_values
 from cartridge_engine_ext.prefill_manifest import prefill_manifest
 from cartridge_engine_ext.sealed_memory import SealedMemory
+from cartridge_kernels.scaled_values import dequantise_values
 from cartridge_proto.compatibility import EngineIdentity
 from cartridge_proto.composition import (
     CompositionItem,
@@ -105,34 +106,52 @@ def self_test_prompt(vocab_size: int, num_tokens: int) -> tuple[list[int], list[
     return ids[:-NUM_LIVE_TOKENS], ids[-NUM_LIVE_TOKENS:]
 
 
-def run_self_test(
-    *,
-    engine: EngineIdentity,
-    vocab_size: int,
-    num_tokens: int,
-    complete: Callable[[list[int], dict[str, Any]], Answer],
-    capture: Callable[[list[int], int], tuple[Answer, Captured]],
-    adopt: Callable[[Artifact], None],
-    discard: Callable[[Digest], object],
-    relocate: Callable[[int, torch.Tensor, int], torch.Tensor],
-) -> Verdict:
-    """Prefill, read back, inject, compare; then move keys and compare.
+@dataclass(frozen=True)
+class Subject:
+    """The engine that is tested, and how it is reached.
 
-    Args:
-        engine: what is tested.
+    Attributes:
+        engine: what it serves.
         vocab_size: token ids are drawn below it.
-        num_tokens: length of the prefix, at least 2.
         complete: answers a prompt behind the prefix of a `kv_transfer_params.cartridges`.
         capture: answers a prompt and reads its first positions back from the KV cache.
         adopt: makes an artifact usable on this engine.
         discard: takes it away again.
+    """
+
+    engine: EngineIdentity
+    vocab_size: int
+    complete: Callable[[list[int], dict[str, Any]], Answer]
+    capture: Callable[[list[int], int], tuple[Answer, Captured]]
+    adopt: Callable[[Artifact], None]
+    discard: Callable[[Digest], object]
+
+    def answer_with(self, named: dict[str, torch.Tensor], live: list[int]) -> Answer:
+        """The answer to a live prompt behind an artifact of these tensors."""
+        artifact = captured_artifact(named, self.engine)
+        self.adopt(artifact)
+        try:
+            return self.complete(live, composition_of(artifact.digest, artifact.manifest))
+        finally:
+            self.discard(artifact.digest)
+
+
+def run_self_test(
+    subject: Subject, num_tokens: int, relocate: Callable[[int, torch.Tensor, int], torch.Tensor]
+) -> Verdict:
+    """Prefill, read back, inject, compare; then move keys and compare.
+
+    Args:
+        subject: what is tested.
+        num_tokens: length of the prefix, at least 2.
         relocate: moves keys [num_kv_heads, num_tokens, head_dim] of a layer, from 0, by a number
             of positions.
 
     Raises:
         SelfTestFailed: the answers differ, or a damaged prefix was not noticed.
     """
-    prefix, live = self_test_prompt(vocab_size, num_tokens)
+    engine, capture = subject.engine, subject.capture
+    prefix, live = self_test_prompt(subject.vocab_size, num_tokens)
     ordinary, captured = capture(prefix + live, len(prefix))
     dtype = DTYPE_NAMES.get(captured[0][0].dtype)
     if dtype is None:
@@ -140,12 +159,7 @@ def run_self_test(
     tolerance = TOLERANCES[dtype]
 
     def answer_with(tensors: Captured) -> Answer:
-        artifact = captured_artifact(tensors, engine)
-        adopt(artifact)
-        try:
-            return complete(live, composition_of(artifact.digest, artifact.manifest))
-        finally:
-            discard(artifact.digest)
+        return subject.answer_with(named_tensors(tensors, engine), live)
 
     injected = answer_with(captured)
     difference = _difference(ordinary, injected)
@@ -160,6 +174,62 @@ def run_self_test(
     num_equal = engine.block_size + engine.block_size // 2 + 3
     _, equal = capture(prefix[:1] * num_equal + live, num_equal)
     return Verdict(difference, _find_immovable([key for key, _ in equal], relocate, dtype))
+
+
+def run_packed_test(subject: Subject) -> float:
+    """Prefill, read back, quantise, inject packed and plain, compare.
+
+    Scales are powers of two, so the dequantised values are numbers of the cache's type, and the
+    platform's own kernel over plain slots reads what attention over packed bytes does.
+
+    Returns:
+        The largest difference of a logprob.
+
+    Raises:
+        SelfTestFailed: the answers differ, or damaged scales were not noticed.
+    """
+    num_tokens = packed_length(subject.engine.block_size)
+    prefix, live = self_test_prompt(subject.vocab_size, num_tokens)
+    _, captured = subject.capture(prefix + live, len(prefix))
+    exact = named_tensors(captured, subject.engine)
+    tolerance = TOLERANCES[DTYPE_NAMES[captured[0][0].dtype]]
+    small = _with_uneven_scales(quantised_values(exact, power_of_two=True))
+    full = dict(exact)
+    for name, tensor in exact.items():
+        if name.endswith(".v"):
+            full[name] = dequantise_values(small[name], small[f"{name}_scale"]).to(tensor.dtype)
+    plain, packed = subject.answer_with(full, live), subject.answer_with(small, live)
+    difference = _difference(plain, packed)
+    if difference > tolerance:
+        raise SelfTestFailed(
+            f"packed prefix: logprobs differ by {difference:.2e}, tolerance {tolerance:.0e}; "
+            f"tokens {plain.token_ids} and {packed.token_ids}"
+        )
+    damaged = {
+        name: tensor * 2 if name.endswith("_scale") else tensor for name, tensor in small.items()
+    }
+    if _difference(plain, subject.answer_with(damaged, live)) <= tolerance:
+        raise SelfTestFailed("a packed prefix with twice its values gave the same answer")
+    return difference
+
+
+def _with_uneven_scales(small: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Scales half, once or twice as large: a scale that is read at a wrong place shows.
+
+    What the values mean need not be what was read back: both answers are given with it.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    return {
+        name: tensor * 2.0 ** torch.randint(-1, 2, tensor.shape, generator=generator)
+        if name.endswith("_scale")
+        else tensor
+        for name, tensor in small.items()
+    }
+
+
+def packed_length(block_size: int) -> int:
+    """A length whose K16/V8 bytes take a block less than its plain slots."""
+    return 2 * block_size + 5
 
 
 def _find_immovable(
@@ -224,13 +294,18 @@ def composition_of(digest: Digest, manifest: Manifest) -> dict[str, Any]:
     return builtins
 
 
-def captured_artifact(tensors: Captured, engine: EngineIdentity) -> Artifact:
-    """An artifact of keys and values that were read back, readable in the self-test's scope."""
+def named_tensors(captured: Captured, engine: EngineIdentity) -> dict[str, torch.Tensor]:
+    """Keys and values that were read back, by their names in an artifact."""
     named = {}
-    for index, (key, value) in enumerate(tensors):
+    for index, (key, value) in enumerate(captured):
         named[f"layers.{index}.k"] = key
         if not engine.geometry.has_latents:
             named[f"layers.{index}.v"] = value
+    return named
+
+
+def captured_artifact(named: dict[str, torch.Tensor], engine: EngineIdentity) -> Artifact:
+    """An artifact of these tensors, readable in the self-test's scope."""
     payload = pack_payload(named)
     manifest = prefill_manifest(
         name="self-test",

@@ -1,7 +1,7 @@
 """The boot oracle: passes an engine that is right, and no engine that is wrong or cannot tell."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,13 +18,16 @@ from cartridge_engine_ext.self_test import (
     SELF_TEST_SCOPE,
     TOLERANCES,
     Answer,
+    Subject,
     Verdict,
     full_lengths,
     quick_lengths,
+    run_packed_test,
     run_self_test,
     self_test_prompt,
 )
 from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
+from cartridge_kernels.scaled_values import dequantise_values
 from cartridge_proto.composition import decode_message
 from cartridge_proto.digest import Digest
 from cartridge_proto.manifest import encode_manifest
@@ -60,12 +63,14 @@ def undamaged(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, tor
 class FakeEngine:
     """A tiny causal attention model: answers depend on every key, value and position before them.
 
-    `damage` is done to what is injected. `is_deaf` ignores the prefix altogether. `relocate` is how
-    the extension moves keys, `rotate` how the engine's layers do.
+    `damage` is done to what is injected, `misread` to scales of packed values. `is_deaf` ignores
+    the prefix altogether. `relocate` is how the extension moves keys, `rotate` how the engine's
+    layers do.
     """
 
     dtype: torch.dtype = torch.float32
     damage: Damage = undamaged
+    misread: Callable[[torch.Tensor], torch.Tensor] = torch.clone
     is_deaf: bool = False
     relocate: Relocate = moved
     rotate: Relocate = moved
@@ -127,6 +132,10 @@ class FakeEngine:
             tensor_view(buffer, tensor.dtype, tensor.shape, *tensor.byte_range)
             for tensor in tensors
         )
+        scaled = artifact.manifest.tensors.get(f"layers.{layer}.v_scale")
+        if scaled is not None:
+            scale = tensor_view(buffer, scaled.dtype, scaled.shape, *scaled.byte_range)
+            value = dequantise_values(value, self.misread(scale))
         return key, value
 
     def adopt(self, artifact: Artifact) -> None:
@@ -139,19 +148,30 @@ class FakeEngine:
 
     def run(self, num_tokens: int | None = None) -> Verdict:
         """The self-test of this engine; nothing may stay adopted."""
+        num_tokens = num_tokens or quick_lengths(ENGINE.block_size)[0]
         try:
-            return run_self_test(
-                engine=ENGINE,
-                vocab_size=VOCAB_SIZE,
-                num_tokens=num_tokens or quick_lengths(ENGINE.block_size)[0],
-                complete=self.complete,
-                capture=self.capture,
-                adopt=self.adopt,
-                discard=self.discard,
-                relocate=self.relocate,
-            )
+            return run_self_test(self.subject, num_tokens, self.relocate)
         finally:
             assert self.adopted == {}
+
+    def run_packed(self) -> float:
+        """The packed self-test of this engine; nothing may stay adopted."""
+        try:
+            return run_packed_test(self.subject)
+        finally:
+            assert self.adopted == {}
+
+    @property
+    def subject(self) -> Subject:
+        """This engine."""
+        return Subject(
+            engine=ENGINE,
+            vocab_size=VOCAB_SIZE,
+            complete=self.complete,
+            capture=self.capture,
+            adopt=self.adopt,
+            discard=self.discard,
+        )
 
 
 # --- verdicts ------------------------------------------------------------------------------------
@@ -296,18 +316,11 @@ def test_its_messages_and_artifacts_are_valid() -> None:
         seen.append(artifact)
         adopt(artifact)
 
-    run_self_test(
-        engine=ENGINE,
-        vocab_size=VOCAB_SIZE,
-        num_tokens=quick_lengths(ENGINE.block_size)[0],
-        complete=engine.complete,
-        capture=engine.capture,
-        adopt=remember,
-        discard=engine.discard,
-        relocate=moved,
-    )
+    subject = replace(engine.subject, adopt=remember)
+    run_self_test(subject, quick_lengths(ENGINE.block_size)[0], moved)
+    run_packed_test(subject)
     lengths = [decode_message(message).num_tokens for message in engine.messages]
-    assert lengths == [21, 20]
+    assert lengths == [21, 20, 37, 37, 37]
     for artifact, message in zip(seen, engine.messages, strict=True):
         assert encode_manifest(artifact.manifest)
         assert artifact.manifest.is_readable_by(SELF_TEST_SCOPE)
@@ -320,3 +333,35 @@ def test_its_messages_and_artifacts_are_valid() -> None:
 def test_tolerances_are_below_what_damage_does() -> None:
     """Float32 must be exact to three digits; half precision may round, within a tenth."""
     assert 0 < TOLERANCES["F32"] < TOLERANCES["F16"] < TOLERANCES["BF16"] < 0.1
+
+
+# --- packed prefixes -----------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_that_reads_packed_bytes_right_passes(dtype: torch.dtype) -> None:
+    """Dequantised and packed values answer alike; powers of two make them equal in bfloat16."""
+    assert FakeEngine(dtype).run_packed() <= 1e-5
+
+
+def neighbours(scale: torch.Tensor) -> torch.Tensor:
+    """Each head's scales are the next one's."""
+    return scale.roll(1, 0)
+
+
+def one_for_all(scale: torch.Tensor) -> torch.Tensor:
+    """The largest scale everywhere."""
+    return scale.amax().expand_as(scale)
+
+
+@pytest.mark.parametrize("misread", [neighbours, one_for_all, torch.ones_like])
+def test_an_engine_that_misreads_scales_fails(
+    misread: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Scales of another head, one for all, or none: each is noticed before anybody is served."""
+    with pytest.raises(SelfTestFailed, match="packed prefix: logprobs differ"):
+        FakeEngine(misread=misread).run_packed()
+
+
+def test_a_packed_test_that_cannot_notice_damage_fails() -> None:
+    """An engine that does not hear the prefix proves nothing."""
+    with pytest.raises(SelfTestFailed, match="twice its values gave the same answer"):
+        FakeEngine(is_deaf=True).run_packed()
