@@ -142,8 +142,8 @@ class _VirtualRequest:
 
     @property
     def digests(self) -> list[Digest]:
-        """Each artifact once, in order."""
-        return list(dict.fromkeys(Digest(item.digest) for item in self.message.items))
+        """Each artifact that is read, once, in order."""
+        return list(dict.fromkeys(Digest(item.digest) for item in self.message.visible_items))
 
 
 @dataclass
@@ -485,7 +485,8 @@ class SchedulerSide:
             return False
         num_before = tracked.num_slots
         tracked.packed = packed_prefix(
-            [self._stored_segment(item) for item in tracked.message.items], self._packed_cache
+            [self._stored_segment(item) for item in tracked.message.visible_items],
+            self._packed_cache,
         )
         tracked.is_laid_out = True
         self._layouts[_block_salt(tracked.message, tracked.adapter)] = tracked.packed
@@ -516,7 +517,7 @@ class SchedulerSide:
                 FailureReason.INVALID_MESSAGE, "cache_salt is not the composition identity"
             )
         _refuse_unsupported(request, message)
-        is_moved = any(item.offset for item in message.items)
+        is_moved = any(item.offset for item in message.visible_items)
         if is_moved and self._gate.immovable is not None:
             raise Refusal(FailureReason.UNSUPPORTED, f"items at an offset: {self._gate.immovable}")
 
@@ -647,7 +648,7 @@ class SchedulerSide:
         self._loading[request.cache_salt or ""] = request.request_id
         segments = [
             _segment(self._pool.poll(Digest(item.digest)), item.offset)
-            for item in tracked.message.items
+            for item in tracked.message.visible_items
         ]
         self._plan.loads.append(
             Load(
@@ -669,7 +670,7 @@ class SchedulerSide:
         num_full = tracked.num_slots // self._engine.block_size
         covered = num_full * self._engine.block_size
         tail_digests, stop = [], 0
-        for item in message.items:
+        for item in message.visible_items:
             stop += item.num_tokens
             if stop > covered and tracked.packed is None:
                 tail_digests.append(Digest(item.digest))
@@ -717,7 +718,7 @@ class SchedulerSide:
                     digest=item.digest,
                     tier=Tier.HBM if is_in_hbm else tracked.tiers.get(item.digest, Tier.REMOTE),
                 )
-                for item in tracked.message.items
+                for item in tracked.message.visible_items
             ],
             num_virtual_tokens=tracked.message.num_tokens,
             num_reused_tokens=num_reused * tracked.message.num_tokens // num_slots,
@@ -788,7 +789,6 @@ def _refuse_unsupported(request: "Request", message: CompositionMessage) -> None
             ("resumable (streaming input) requests", request.resumable),
             ("prompts without a token of their own", not request.prompt_token_ids),
             (f"on_miss {message.on_miss}", message.on_miss is not OnMiss.FAIL),
-            ("hidden items (visibility)", not all(message.visibility)),
         )
         if is_present
     ]

@@ -231,7 +231,7 @@ class SimulatedEngine:
             # Before the first load: a receipt says where artifacts were when the request came.
             items = [
                 ReceiptItem(digest=item.digest, tier=self._tier_of(parse_digest(item.digest)))
-                for item in message.items
+                for item in message.visible_items
             ]
             artifacts = await self._load_items(message)
             _check_artifacts(message, artifacts)
@@ -266,7 +266,10 @@ class SimulatedEngine:
         """All artifacts in order, one after the other, before the deadline."""
         try:
             async with asyncio.timeout(message.deadline_ms / 1000):
-                return [await self.tier.load(parse_digest(item.digest)) for item in message.items]
+                return [
+                    await self.tier.load(parse_digest(item.digest))
+                    for item in message.visible_items
+                ]
         except TimeoutError as error:
             raise _Refused(
                 FailureReason.DEADLINE, f"not loaded within {message.deadline_ms} ms"
@@ -356,7 +359,6 @@ def _check_message(request: GenerationRequest, max_model_len: int) -> Compositio
             ("prompt_logprobs and echo", request.reads_prompt_logits),
             ("prompts without a token of their own", request.num_live_tokens == 0),
             (f"on_miss {message.on_miss}", message.on_miss is not OnMiss.FAIL),
-            ("hidden items (visibility)", not all(message.visibility)),
         )
         if is_present
     ]
@@ -378,7 +380,7 @@ def _check_artifacts(message: CompositionMessage, artifacts: list[LoadedArtifact
     """Check what the gateway claimed against the verified manifests."""
     manifests = {
         item.digest: artifact.manifest
-        for item, artifact in zip(message.items, artifacts, strict=True)
+        for item, artifact in zip(message.visible_items, artifacts, strict=True)
     }
     try:
         check_claims(message, manifests)

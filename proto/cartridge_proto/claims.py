@@ -30,12 +30,14 @@ def check_claims(message: CompositionMessage, manifests: Mapping[str, Manifest])
 
     Args:
         message: from `decode_message`, so its offsets are those of its layout.
-        manifests: verified manifests by artifact digest, one for each item.
+        manifests: verified manifests by artifact digest, one for each visible item.
 
     Raises:
         FalseClaim: naming the first thing that does not agree.
     """
     for index, item in enumerate(message.items):
+        if not message.visibility[index]:
+            continue
         manifest = manifests[item.digest]
         if manifest.num_tokens != item.num_tokens:
             raise FalseClaim(
@@ -56,7 +58,7 @@ def check_claims(message: CompositionMessage, manifests: Mapping[str, Manifest])
         layout=message.layout,
         items=message.items,
         visibility=message.visibility,
-        fingerprint=model_fingerprint(manifests[message.items[0].digest].model),
+        fingerprint=model_fingerprint(manifests[message.visible_items[0].digest].model),
     )
     if expected != message.composition:
         raise FalseClaim(

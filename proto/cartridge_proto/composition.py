@@ -46,7 +46,8 @@ class CompositionItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class CompositionMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_transfer_params.cartridges`: what a gateway asks an engine to put before a prompt.
 
-    `visibility[i]` says whether live tokens may read item i. `deadline_ms` bounds the load.
+    `visibility[i]` says whether live tokens may read item i; one that they may not is as if it were
+    not there, but for the identity. `deadline_ms` bounds the load.
     `traceparent` links the engine's spans to a trace (W3C Trace Context); no part of identity.
     """
 
@@ -64,7 +65,12 @@ class CompositionMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     @property
     def num_tokens(self) -> int:
         """Virtual length: positions that stand before the first live token."""
-        return sum(item.num_tokens for item in self.items)
+        return sum(item.num_tokens for item in self.visible_items)
+
+    @property
+    def visible_items(self) -> list[CompositionItem]:
+        """Those that live tokens may read, in order; at least one."""
+        return [item for item, seen in zip(self.items, self.visibility, strict=True) if seen]
 
 
 class InvalidComposition(ValueError):
@@ -85,7 +91,12 @@ def decode_message(value: object) -> CompositionMessage:
         raise InvalidComposition(
             f"visibility: {len(message.visibility)} entries for {len(message.items)} items"
         )
-    lengths = [item.num_tokens for item in message.items]
+    if not any(message.visibility):
+        raise InvalidComposition("visibility: hides every item; leave the message out instead")
+    lengths = [
+        item.num_tokens if seen else 0
+        for item, seen in zip(message.items, message.visibility, strict=True)
+    ]
     offsets = layout_offsets(message.layout, lengths)
     given = [item.offset for item in message.items]
     if given != offsets:
@@ -114,7 +125,7 @@ def claimed_scope(value: object) -> str | None:
 
 
 def layout_offsets(layout: PositionLayout, lengths: Sequence[int]) -> list[int]:
-    """Position of each artifact's first token.
+    """Position of each artifact's first token; one that is hidden has length 0.
 
     `shared_local`: all start at 0. `sequential`: each starts where the one before ends.
     `end_aligned`: all end at the position before the first live token.

@@ -107,12 +107,15 @@ def message_of(
 ) -> dict[str, Any]:
     """`kv_transfer_params.cartridges`, as a gateway that believes these arguments makes it."""
     lengths = lengths or [manifest.num_tokens for _, manifest in artifacts]
-    offsets = layout_offsets(layout, lengths)
+    seen = visibility or [True] * len(lengths)
+    offsets = layout_offsets(
+        layout, [length if is_seen else 0 for length, is_seen in zip(lengths, seen, strict=True)]
+    )
     items = [
         CompositionItem(digest=digest, num_tokens=length, offset=offset)
         for (digest, _), length, offset in zip(artifacts, lengths, offsets, strict=True)
     ]
-    visible = list(visibility or [True] * len(items))
+    visible = list(seen)
     composition = composition_digest(
         scope=scope,
         layout=layout,

@@ -323,6 +323,33 @@ def test_other_requests_are_left_alone(params: Any, engine: Engine) -> None:
     assert engine.receipts == []
 
 
+def test_a_hidden_artifact_is_as_if_it_were_not_there(engine: Engine) -> None:
+    """It is not loaded, takes no positions and moves nobody; its identity is another still."""
+    one, hidden, other = (engine.put(num_tokens=20, seed=seed) for seed in (1, 2, 3))
+    request = request_with(message_of([one, hidden, other], visibility=[True, False, True]))
+    without = request_with(message_of([one, other]))
+    for each in (request, without):
+        engine.side.on_new_request(each)
+        engine.schedule(each)
+    loads = engine.side.take_plan().loads
+    assert [segment.num_positions for segment in loads[0].segments] == [0, 20]
+    assert loads[0].segments == loads[1].segments
+    assert request.num_prompt_tokens == without.num_prompt_tokens == 40 + len(LIVE)
+    assert request.block_hashes != without.block_hashes
+    assert engine.store.reads[Digest(hidden[1].payload[0].sha256)] == 0
+    engine.side.take_output(None, [request.request_id])
+    receipt = engine.end(request)
+    assert [item.digest for item in receipt.items] == [one[0], other[0]]
+    assert receipt.num_virtual_tokens == 40
+
+
+def test_a_message_that_hides_everything_is_refused(engine: Engine) -> None:
+    """Who wants no artifact sends no message."""
+    receipt = engine.refused(request_with(message_of([engine.put()], visibility=[False])))
+    assert receipt.reason is FailureReason.INVALID_MESSAGE
+    assert "visibility" in receipt.detail
+
+
 # --- refused at once -----------------------------------------------------------------------------
 UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "pooling": ({"sampling_params": None}, {}, "pooling requests"),
@@ -333,7 +360,6 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "resumable": ({"resumable": True}, {}, "resumable"),
     "no_prompt": ({"prompt_token_ids": None}, {}, "prompts without a token"),
     "on_miss": ({}, {"on_miss": OnMiss.PREFILL}, "on_miss prefill"),
-    "hidden": ({}, {"visibility": [False]}, "hidden items"),
 }
 
 

@@ -20,6 +20,7 @@ from cartridge_engine_ext.build import Builder, Built, Source
 from cartridge_engine_ext.payload import pack_payload
 from cartridge_proto import names
 from cartridge_proto.codec import unseal
+from cartridge_proto.composition import cache_salt
 from cartridge_proto.digest import parse_digest
 from cartridge_proto.manifest import ConventionKind, Manifest, PositionLayout, Probe
 from cartridge_proto.residency import Registration
@@ -94,6 +95,18 @@ class Fleet:
         """Greedy `/v1/completions` through the gateway, by token ids."""
         request = _completion(prompt, cartridge_ids, num_new_tokens, **extra)
         response = self.post("/v1/completions", request)
+        assert response.status_code == 200, response.text
+        body = response.json()
+        choice = body["choices"][0]
+        return _answer(body, choice, choice["logprobs"]["token_logprobs"], response)
+
+    def complete_with(self, prompt: Sequence[int], message: Mapping[str, Any]) -> Answer:
+        """The same by the engine itself, with a message that no gateway of ours sends."""
+        request = _completion(prompt, (), NUM_NEW_TOKENS)
+        del request[names.FIELD_CARTRIDGE_IDS]
+        request[names.FIELD_KV_TRANSFER_PARAMS] = {names.FIELD_CARTRIDGES: message}
+        request["cache_salt"] = cache_salt(parse_digest(message["composition"]))
+        response = self.post("/v1/completions", request, base=self.engine_url)
         assert response.status_code == 200, response.text
         body = response.json()
         choice = body["choices"][0]

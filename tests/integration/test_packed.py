@@ -8,14 +8,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, Values, full_layers
 from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
 from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
+from cartridge_proto.composition import (
+    CompositionItem,
+    CompositionMessage,
+    OnMiss,
+    composition_digest,
+    layout_offsets,
+    model_fingerprint,
+)
 from cartridge_proto.digest import Digest
-from cartridge_proto.manifest import Manifest
+from cartridge_proto.manifest import Manifest, PositionLayout, manifest_digest
 from cartridge_proto.names import FIELD_CARTRIDGE_IDS
 from cartridge_router.demo.stack import MODEL_NAME
 from tests.integration.fleet import (
@@ -299,3 +308,55 @@ def test_the_oracle_catches_damaged_packed_bytes(
         probe = reference_probe(fleet.builder._model, cache, LIVE_PROMPT)
     fleet.put_tensors(f"{name}-damaged", manifest, mutated, probe)
     assert fleet.complete(LIVE_PROMPT, [f"{name}-damaged@1"]).difference(plain) > TOLERANCE
+
+
+@pytest.mark.parametrize("suffix", ["", "-plain"], ids=["packed", "plain"])
+def test_a_hidden_cartridge_is_as_if_it_were_not_loaded(
+    fleet: Fleet, quantiser: Quantiser, suffix: str
+) -> None:
+    """A request that hides the second of three answers as one that names the others only."""
+    names = [f"seen{suffix}-{index}" for index in range(3)]
+    built = [
+        put(fleet, quantiser, name, K16V8, document_tokens(120 + index, seed=690 + index))
+        for index, name in enumerate(names)
+    ]
+    if suffix:
+        built = [fleet.store.read_manifest(fleet.store.resolve(f"{n}-plain@1")) for n in names]
+    hidden = fleet.complete_with(LIVE_PROMPT, message_of(built, [True, False, True]))
+    named = fleet.complete_with(LIVE_PROMPT, message_of([built[0], built[2]], [True, True]))
+    whole = fleet.complete_with(LIVE_PROMPT, message_of(built, [True, True, True]))
+    assert hidden.difference(named) <= TOLERANCE
+    assert hidden.difference(whole) > TOLERANCE
+
+
+def message_of(manifests: Sequence[Manifest], visibility: Sequence[bool]) -> dict[str, Any]:
+    """What a gateway that hides artifacts would send: one behind the other."""
+    lengths = [m.num_tokens if seen else 0 for m, seen in zip(manifests, visibility, strict=True)]
+    items = [
+        CompositionItem(
+            digest=manifest_digest(manifest), num_tokens=manifest.num_tokens, offset=offset
+        )
+        for manifest, offset in zip(
+            manifests, layout_offsets(PositionLayout.SEQUENTIAL, lengths), strict=True
+        )
+    ]
+    composition = composition_digest(
+        scope="public",
+        layout=PositionLayout.SEQUENTIAL,
+        items=items,
+        visibility=visibility,
+        fingerprint=model_fingerprint(manifests[0].model),
+    )
+    message = CompositionMessage(
+        v=1,
+        request_id="hidden",
+        composition=composition,
+        scope="public",
+        layout=PositionLayout.SEQUENTIAL,
+        items=items,
+        visibility=list(visibility),
+        deadline_ms=60_000,
+        on_miss=OnMiss.FAIL,
+    )
+    found: dict[str, Any] = msgspec.to_builtins(message)
+    return found

@@ -246,7 +246,7 @@ def _drop_on_miss(body: dict[str, Any]) -> None:
         (_not_an_object, FailureReason.INVALID_MESSAGE, "object"),
         (_prompt_logprobs, FailureReason.UNSUPPORTED, "prompt_logprobs"),
         (_empty_prompt, FailureReason.UNSUPPORTED, "prompts without a token"),
-        (_hidden, FailureReason.UNSUPPORTED, "visibility"),
+        (_hidden, FailureReason.INVALID_MESSAGE, "visibility"),
         (_drop_on_miss, FailureReason.UNSUPPORTED, "on_miss drop"),
         (_long_prompt, FailureReason.CONTEXT_LENGTH, "5 Cartridge tokens and 8187 prompt tokens"),
     ],
