@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-copies bench-engine bench-gateway bench-placement bench-prediction bench-selection loadtest screenshot generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-copies bench-engine bench-gateway bench-placement bench-prediction bench-quality bench-selection loadtest screenshot generate lock
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ bench-placement: setup ## What placement wins, in simulated fleets, and what a d
 
 bench-prediction: setup ## How well first tokens are predicted, on three real engines
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_prediction $(ARGS)
+
+bench-quality: setup ## What fewer bits of keys and values cost in answers, on the demo's model
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_quality $(ARGS)
 
 bench-selection: setup ## Whether the right documents are found, on public sets, and the cost
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_selection $(ARGS)
