@@ -36,6 +36,7 @@ class Segment:
     without values.
     """
 
+    digest: str
     num_tokens: int
     num_positions: int
     keys: tuple[TensorReference, ...]

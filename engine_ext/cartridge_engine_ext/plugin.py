@@ -162,6 +162,7 @@ def make_worker_side(config: "VllmConfig", num_cache_blocks: int) -> WorkerSide:
     settings = parse_settings(config.kv_transfer_config.kv_connector_extra_config)
     return WorkerSide(
         shard=shard,
+        moved_keys_bytes=settings.moved_keys_bytes,
         segment_kernel=settings.segment_kernel if has_packed_worker(config) else None,
         attention_layers=config.compilation_config.static_forward_context,
         rotary=_rotary_embeddings(config),

@@ -819,6 +819,7 @@ def _segment(artifact: Artifact | None, offset: int) -> Segment:
         )
 
     return Segment(
+        digest=artifact.digest,
         num_tokens=manifest.num_tokens,
         num_positions=offset - manifest.rope.first_position,
         keys=references("k"),

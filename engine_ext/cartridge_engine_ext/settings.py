@@ -80,6 +80,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     segment_kernel: str = "auto"
     """What computes attention over packed prefixes, where `--worker-cls` allows them: a name of
     `cartridge_kernels.backends`, or the fastest that can run."""
+    moved_keys_bytes: int = 256 << 20
+    """Bound of the keys that each worker remembers as they were moved along the sequence, for
+    Cartridges that stand behind others again; 0 = none."""
     model_dir: str | None = None
     """Folder of the model's files; default: the model path that vLLM was given."""
 
@@ -126,6 +129,8 @@ def _value_problems(values: dict[str, Any]) -> list[str]:
         for name in ("dram_bytes", "nvme_bytes", "num_loaders")
         if name in values and values[name] <= 0
     ]
+    if values.get("moved_keys_bytes", 0) < 0:
+        problems.append(f"moved_keys_bytes: {values['moved_keys_bytes']} must be at least 0")
     agent_socket = values.get("agent_socket")
     if agent_socket is not None and not agent_socket.startswith("unix:/"):
         problems.append(f"agent_socket: {agent_socket[:120]!r}; unix:/path")

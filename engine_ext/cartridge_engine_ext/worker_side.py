@@ -30,6 +30,7 @@ from cartridge_engine_ext.load_plan import (
     Segment,
     TensorReference,
 )
+from cartridge_engine_ext.moved_keys import MovedKeys
 from cartridge_engine_ext.packed_layout import PackedPrefix
 from cartridge_engine_ext.packed_steps import STEPS, CacheStrides
 from cartridge_engine_ext.packed_writer import PackedWriter, Rows, write_prefix
@@ -99,11 +100,12 @@ class WorkerSide:
         num_cache_blocks: int,
         shard: HeadShard,
         segment_kernel: str | None = None,
+        moved_keys_bytes: int = 0,
     ) -> None:
+        self._moved = MovedKeys(rotary, moved_keys_bytes)
         self._segment_kernel = segment_kernel
         self._strides: CacheStrides | None = None
         self._attention_layers = attention_layers
-        self._rotary = rotary
         self._geometry = geometry
         self._block_size = block_size
         self._num_cache_blocks = num_cache_blocks
@@ -263,9 +265,7 @@ class WorkerSide:
         size_bytes = 0
         with _Mappings() as mappings, _beside_forward_passes(self._layers[0].cache.device):
             for index, layer in enumerate(self._layers):
-                parts = _LayerParts(
-                    load.segments, index, self._shard.heads, mappings, self._rotary[index]
-                )
+                parts = _LayerParts(load.segments, index, self._shard.heads, mappings, self._moved)
                 memory = strides.head_bytes(layer.cache)
                 writer = PackedWriter(memory, blocks, first, CHUNK_TOKENS)
                 size_bytes += write_prefix(writer, prefix, parts.keys, parts.values, parts.scales)
@@ -282,14 +282,21 @@ class WorkerSide:
         parts = []
         for part in rows:
             segment = load.segments[part.index]
-            key = mappings.tensor(segment.keys[layer])[heads, part.begin : part.end]
+            key = self._moved.rows(
+                segment.digest,
+                layer,
+                segment.num_positions,
+                mappings.tensor(segment.keys[layer])[heads],
+                part.begin,
+                part.end,
+            )
             value = key[..., :0]
             if segment.values:
                 value = mappings.tensor(segment.values[layer])[heads, part.begin : part.end]
             if segment.value_scales:
                 scale = mappings.tensor(segment.value_scales[layer])[heads]
                 value = dequantise_values(value, scale)
-            parts.append((self._rotary[layer].move(key, segment.num_positions), value))
+            parts.append((key, value))
         cache = self._layers[layer].cache
         return (
             self._key_staging.fill([key for key, _ in parts], cache),
@@ -312,13 +319,15 @@ class _LayerParts:
     layer: int
     heads: slice
     mappings: "_Mappings"
-    rotary: RotaryEmbedding
+    moved: MovedKeys
 
     def keys(self, index: int) -> Rows:
         """Keys of a segment, moved to where they belong."""
         segment = self.segments[index]
         stored = self.mappings.tensor(segment.keys[self.layer])[self.heads]
-        return lambda begin, end: self.rotary.move(stored[:, begin:end], segment.num_positions)
+        return lambda begin, end: self.moved.rows(
+            segment.digest, self.layer, segment.num_positions, stored, begin, end
+        )
 
     def values(self, index: int) -> Rows:
         """Values of a segment as they are stored."""

@@ -27,7 +27,8 @@ def test_a_plan_survives_the_way_to_another_process() -> None:
     """Everything in a plan pickles and comes back equal."""
     reference = TensorReference(MemoryReference(1, 2, 3, 4), "F32", (1, 2, 3), 8, 32)
     segments = tuple(
-        Segment(2, 5, (reference,), (reference,), scales) for scales in ((), (reference,))
+        Segment("sha256:0", 2, 5, (reference,), (reference,), scales)
+        for scales in ((), (reference,))
     )
     load = Load("r", segments, 0, 2, (7,))
     plan = LoadPlan([load], ["f"], [Capture("c", 3, (4,))])

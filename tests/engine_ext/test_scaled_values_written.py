@@ -70,7 +70,8 @@ def seal_tensors(tensors: Tensors, num_positions: int = 0) -> Source:
 
     keys = [tensors[f"layers.{layer}.k"] for layer in range(NUM_LAYERS)]
     scales = references("v_scale")
-    segment = Segment(keys[0].shape[1], num_positions, references("k"), references("v"), scales)
+    digest, length = payload.blob.sha256, keys[0].shape[1]
+    segment = Segment(digest, length, num_positions, references("k"), references("v"), scales)
     return Source(keys, [meaning(tensors, layer) for layer in range(NUM_LAYERS)], memory, segment)
 
 

@@ -92,7 +92,9 @@ def seal(num_tokens: int, *, seed: int = 0, num_positions: int = 0, factor: floa
         keys=[named[f"layers.{layer}.k"] for layer in range(NUM_LAYERS)],
         values=[named[f"layers.{layer}.v"] for layer in range(NUM_LAYERS)],
         memory=memory,
-        segment=Segment(num_tokens, num_positions, references("k"), references("v")),
+        segment=Segment(
+            payload.blob.sha256, num_tokens, num_positions, references("k"), references("v")
+        ),
     )
 
 
@@ -532,7 +534,9 @@ def test_latents_are_moved_and_written() -> None:
         TensorReference(memory.reference, tensor.dtype, tuple(tensor.shape), *tensor.byte_range)
         for tensor in (payload.tensors[f"layers.{index}.k"] for index in range(NUM_LAYERS))
     )
-    load = Load("r", (Segment(num_tokens, num_positions, keys, ()),), 0, num_tokens, (7, 2))
+    load = Load(
+        "r", (Segment("latents", num_tokens, num_positions, keys, ()),), 0, num_tokens, (7, 2)
+    )
     assert write(side, LoadPlan(loads=[load])) == ({"r"}, set())
     memory.close()
     for layer, latent in zip(layers.values(), latents, strict=True):
