@@ -4,9 +4,26 @@ Owns the two ways in which vLLM's writers are called: keys and values, or latent
 how a backend lays its cache out.
 """
 
+import functools
+import re
 from typing import Any
 
 import torch
+
+_LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@functools.cache
+def layer_index(name: str) -> int:
+    """Number of an attention layer, by vLLM's name for it.
+
+    Raises:
+        ValueError: the name has no number.
+    """
+    match = _LAYER_INDEX.search(name)
+    if match is None:
+        raise ValueError(f"{name} is no numbered layer")
+    return int(match.group(1))
 
 
 class CacheLayer:

@@ -13,35 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cartridge_engine_ext.layout_probe import Captured
 from cartridge_engine_ext.packed_layout import PackedPrefix
-from cartridge_engine_ext.sealed_memory import MemoryReference
-
-
-@dataclass(frozen=True)
-class TensorReference:
-    """One tensor inside sealed memory; bytes [begin, end), safetensors dtype name."""
-
-    memory: MemoryReference
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One artifact of a composition: keys and values by layer, [num_kv_heads, num_tokens, dim].
-
-    `num_positions` is how far its keys move from where they were stored. `value_scales` are there
-    if the values are quantised: [num_kv_heads] or [num_kv_heads, dim], by layer. Latents are keys,
-    without values.
-    """
-
-    digest: str
-    num_tokens: int
-    num_positions: int
-    keys: tuple[TensorReference, ...]
-    values: tuple[TensorReference, ...]
-    value_scales: tuple[TensorReference, ...] = ()
+from cartridge_engine_ext.stored_segments import InPlacePrefix, Segment
 
 
 @dataclass(frozen=True)
@@ -73,13 +45,13 @@ class LoadPlan(KVConnectorMetadata):
     """All of one step.
 
     `failures` are requests whose load is reported as failed. `prefixes` are the packed prefixes of
-    requests that got their blocks in this step.
+    requests that got their blocks in this step, and those that are read in place.
     """
 
     loads: list[Load] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
-    prefixes: dict[str, PackedPrefix] = field(default_factory=dict)
+    prefixes: dict[str, PackedPrefix | InPlacePrefix] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,19 @@ vLLM makes its model runner, metadata builder and attention layers itself and gi
 connectors, so they meet in this module's one object, `STEPS`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from cartridge_engine_ext.artifact_pool import TORCH_DTYPES
+from cartridge_engine_ext.in_place import InPlaceSegments
 from cartridge_engine_ext.packed_layout import PackedPrefix, PackedSegment
+from cartridge_engine_ext.stored_segments import InPlacePrefix
+from cartridge_engine_ext.stored_segments import Segment as StoredSegment
 from cartridge_kernels.backends import AttentionBackend
 from cartridge_kernels.plan import (
     LiveTensors,
@@ -79,6 +84,32 @@ class _PlacedSegment:
     values: tuple[torch.Tensor, int]
     scales: tuple[torch.Tensor, int] | None
 
+    def tensors(self, layer: int, memory: torch.Tensor, head_dim: int) -> SegmentTensors:
+        """Views of the layer's memory, [num_blocks, num_kv_heads, bytes]."""
+
+        def rows(part: tuple[torch.Tensor, int], name: str) -> PagedRows:
+            ids, num_bytes_before = part
+            dtype = TORCH_DTYPES[name]
+            storage = memory.view(dtype).view(memory.shape[0], memory.shape[1], -1, head_dim)
+            return PagedRows(storage, ids, num_bytes_before // (head_dim * dtype.itemsize))
+
+        scale = None
+        if self.scales is not None:
+            scale = rows(self.scales, "F32").gather(0, 1)[:, 0]
+        return SegmentTensors(
+            rows(self.keys, self.packed.key_dtype),
+            rows(self.values, self.packed.value_dtype),
+            scale,
+        )
+
+
+class _Placed(Protocol):
+    """A segment of a step."""
+
+    def tensors(self, layer: int, memory: torch.Tensor, head_dim: int) -> SegmentTensors:
+        """Its keys and values in a layer whose cache is `memory`."""
+        ...
+
 
 @dataclass(frozen=True)
 class PackedStep:
@@ -98,26 +129,31 @@ class PackedStep:
     block_table: torch.Tensor
     ordinary_seq_lens: torch.Tensor
     has_others: bool
-    placed: tuple[_PlacedSegment, ...]
+    placed: tuple[_Placed, ...]
 
-    def tensors(self, cache: torch.Tensor, strides: CacheStrides) -> list[SegmentTensors]:
-        """Views of the segments in a layer's cache."""
+    def tensors(
+        self, layer: int, cache: torch.Tensor, strides: CacheStrides
+    ) -> list[SegmentTensors]:
+        """The segments in a layer, as views of its cache or of where they lie."""
         memory = strides.head_bytes(cache)
-        return [_tensors(placed, memory, strides.head_dim) for placed in self.placed]
+        return [placed.tensors(layer, memory, strides.head_dim) for placed in self.placed]
 
 
 class PackedSteps:
     """One for each worker process; used on vLLM's model thread only."""
 
     def __init__(self) -> None:
-        self._prefixes: dict[str, PackedPrefix] = {}
+        self._prefixes: dict[str, PackedPrefix | InPlacePrefix] = {}
+        self._in_place: InPlaceSegments | None = None
         self._strides: CacheStrides | None = None
         self._kernel: AttentionBackend | None = None
         self.current: PackedStep | None = None
 
-    def prepare(self, strides: CacheStrides, kernel: AttentionBackend) -> None:
-        """Learn the cache's layout and the kernel; before any request."""
-        self._strides, self._kernel = strides, kernel
+    def prepare(
+        self, strides: CacheStrides, kernel: AttentionBackend, in_place: InPlaceSegments
+    ) -> None:
+        """Learn the cache's layout, the kernel and where to read in place; before any request."""
+        self._strides, self._kernel, self._in_place = strides, kernel, in_place
 
     @property
     def strides(self) -> CacheStrides:
@@ -131,16 +167,34 @@ class PackedSteps:
         assert self._kernel is not None  # noqa: S101 - set when caches are registered
         return self._kernel
 
-    def note(self, prefixes: Mapping[str, PackedPrefix], finished: Iterable[str]) -> None:
-        """Requests that got a packed prefix, and requests that are over."""
+    @property
+    def in_place(self) -> InPlaceSegments:
+        """Segments that are read where they lie."""
+        assert self._in_place is not None  # noqa: S101 - set when caches are registered
+        return self._in_place
+
+    def note(
+        self, prefixes: Mapping[str, PackedPrefix | InPlacePrefix], finished: Iterable[str]
+    ) -> None:
+        """Requests that are over, and requests that got their prefix, some of them once more."""
         for request_id in finished:
-            self._prefixes.pop(request_id, None)
-        self._prefixes.update(prefixes)
+            self._forget(request_id)
+        for request_id, prefix in prefixes.items():
+            if isinstance(prefix, InPlacePrefix):
+                # Before the old one goes: what both use stays mapped.
+                self.in_place.acquire(prefix)
+            self._forget(request_id)
+            self._prefixes[request_id] = prefix
+
+    def _forget(self, request_id: str) -> None:
+        prefix = self._prefixes.pop(request_id, None)
+        if isinstance(prefix, InPlacePrefix):
+            self.in_place.release(prefix)
 
     def num_positions_ahead(self, request_ids: Sequence[str]) -> list[int]:
         """By request: positions of its prefix minus slots, how far live tokens stand ahead."""
         prefixes = [self._prefixes.get(request_id) for request_id in request_ids]
-        return [p.num_positions - p.num_slots if p is not None else 0 for p in prefixes]
+        return [p.num_positions - _num_slots(p) if p is not None else 0 for p in prefixes]
 
     def begin(
         self,
@@ -168,23 +222,17 @@ class PackedSteps:
         if not packed:
             return
         ends = np.cumsum(num_scheduled)
-        groups: dict[tuple[PackedPrefix, tuple[int, ...]], tuple[int, ...]] = {}
-        segments: list[Segment] = []
-        placed: list[_PlacedSegment] = []
+        found = _StepSegments(self.strides, self.in_place, device)
         requests, rows, tables = [], [], []
         for row, prefix in packed:
-            blocks = tuple(block_table[row, : prefix.num_blocks].tolist())
-            group = prefix, blocks
-            if group not in groups:
-                begin = len(segments)
-                segments += [_planned(segment) for segment in prefix.segments]
-                placed += [self._place(segment, blocks, device) for segment in prefix.segments]
-                groups[group] = tuple(range(begin, len(segments)))
-            num_live = int(num_computed[row] + num_scheduled[row]) - prefix.num_slots
-            requests.append(RequestShape(int(num_scheduled[row]), num_live, groups[group]))
+            num_slots = _num_slots(prefix)
+            num_blocks = num_slots // self.strides.block_size
+            indexes = found.indexes(prefix, tuple(block_table[row, :num_blocks].tolist()))
+            num_live = int(num_computed[row] + num_scheduled[row]) - num_slots
+            requests.append(RequestShape(int(num_scheduled[row]), num_live, indexes))
             rows.append(np.arange(ends[row] - num_scheduled[row], ends[row]))
-            last = prefix.num_blocks - (-num_live // prefix.block_size)
-            tables.append(block_table[row, prefix.num_blocks : last])
+            last = num_blocks - (-num_live // self.strides.block_size)
+            tables.append(block_table[row, num_blocks:last])
         table = np.zeros((len(tables), max(len(ids) for ids in tables)), np.int32)
         for index, ids in enumerate(tables):
             table[index, : len(ids)] = ids
@@ -192,22 +240,64 @@ class PackedSteps:
         packed_rows = [row for row, _ in packed]
         seq_lens[packed_rows] = num_scheduled[packed_rows]
         self.current = PackedStep(
-            plan=Plan(tuple(segments), tuple(requests)),
+            plan=Plan(tuple(found.planned), tuple(requests)),
             rows=torch.from_numpy(np.concatenate(rows)).to(device),
             block_table=torch.from_numpy(table).to(device),
             ordinary_seq_lens=torch.from_numpy(seq_lens.astype(np.int32)).to(device),
             has_others=len(packed) < len(request_ids),
-            placed=tuple(placed),
+            placed=tuple(found.placed),
         )
 
-    def _place(
-        self, segment: PackedSegment, blocks: tuple[int, ...], device: torch.device
-    ) -> _PlacedSegment:
-        head_dim, cache_bytes = self.strides.head_dim, self.strides.block_bytes
+
+class _StepSegments:
+    """Segments of a step, each once: of packed prefixes by their blocks, in place by themselves."""
+
+    def __init__(
+        self, strides: CacheStrides, in_place: InPlaceSegments, device: torch.device
+    ) -> None:
+        self._strides, self._in_place, self._device = strides, in_place, device
+        self._known: dict[object, tuple[int, ...]] = {}
+        self.planned: list[Segment] = []
+        self.placed: list[_Placed] = []
+
+    def indexes(
+        self, prefix: PackedPrefix | InPlacePrefix, blocks: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Where the segments of a prefix, packed into these blocks, stand in the lists."""
+        if isinstance(prefix, InPlacePrefix):
+            found: list[int] = []
+            for place, segment in enumerate(prefix.segments):
+                # One that a request names twice is read twice, as two are.
+                key = segment, prefix.segments[:place].count(segment)
+                found += self._added(key, partial(self._mapped, segment))
+            return tuple(found)
+
+        def in_blocks() -> list[tuple[Segment, _Placed]]:
+            return [(_planned(part), self._place(part, blocks)) for part in prefix.segments]
+
+        return self._added((prefix, blocks), in_blocks)
+
+    def _added(
+        self, key: object, make: Callable[[], list[tuple[Segment, _Placed]]]
+    ) -> tuple[int, ...]:
+        if key not in self._known:
+            begin = len(self.planned)
+            for planned, placed in make():
+                self.planned.append(planned)
+                self.placed.append(placed)
+            self._known[key] = tuple(range(begin, len(self.planned)))
+        return self._known[key]
+
+    def _mapped(self, segment: StoredSegment) -> list[tuple[Segment, _Placed]]:
+        found = self._in_place.segment(segment)
+        return [(found.planned, found)]
+
+    def _place(self, segment: PackedSegment, blocks: tuple[int, ...]) -> _PlacedSegment:
+        head_dim, cache_bytes = self._strides.head_dim, self._strides.block_bytes
 
         def pages(at: int, num_bytes: int) -> tuple[torch.Tensor, int]:
             first, stop = at // cache_bytes, -(-(at + num_bytes) // cache_bytes)
-            ids = torch.tensor(blocks[first:stop], dtype=torch.int64, device=device)
+            ids = torch.tensor(blocks[first:stop], dtype=torch.int64, device=self._device)
             return ids, at - first * cache_bytes
 
         row_bytes = {name: head_dim * dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
@@ -219,6 +309,10 @@ class PackedSteps:
         )
 
 
+def _num_slots(prefix: PackedPrefix | InPlacePrefix) -> int:
+    return 0 if isinstance(prefix, InPlacePrefix) else prefix.num_slots
+
+
 STEPS = PackedSteps()
 """Of this process."""
 
@@ -227,20 +321,3 @@ def _planned(segment: PackedSegment) -> Segment:
     has_scales = segment.scales_at is not None
     kind = Representation.K16V8 if has_scales else Representation.FULL
     return Segment(segment.num_tokens, segment.offset, kind)
-
-
-def _tensors(placed: _PlacedSegment, memory: torch.Tensor, head_dim: int) -> SegmentTensors:
-    def rows(part: tuple[torch.Tensor, int], name: str) -> PagedRows:
-        ids, num_bytes_before = part
-        dtype = TORCH_DTYPES[name]
-        storage = memory.view(dtype).view(memory.shape[0], memory.shape[1], -1, head_dim)
-        return PagedRows(storage, ids, num_bytes_before // (head_dim * dtype.itemsize))
-
-    scale = None
-    if placed.scales is not None:
-        scale = rows(placed.scales, "F32").gather(0, 1)[:, 0]
-    return SegmentTensors(
-        rows(placed.keys, placed.packed.key_dtype),
-        rows(placed.values, placed.packed.value_dtype),
-        scale,
-    )

@@ -105,6 +105,9 @@ def check_engine_flags(config: "VllmConfig") -> None:
         problems.append("all workers must be on one machine: they map the same memory")
     if config.speculative_config is not None:
         problems.append("speculative decoding is not supported with Cartridges in this version")
+    settings = parse_settings(transfer.kv_connector_extra_config) if transfer else None
+    if settings is not None and settings.attend_in_place and not has_packed_worker(config):
+        problems.append(f"attend_in_place needs --worker-cls {PACKED_WORKER}")
     if problems:
         raise ConfigurationError("; ".join(problems))
 
@@ -346,6 +349,7 @@ class SchedulerRuntime:
         self._spans = PrefixSpans(self._trace_provider or trace.get_tracer_provider())
         self.scheduler_side = SchedulerSide(
             packed_cache=self._packed_cache,
+            is_in_place=settings.attend_in_place,
             pool=self._pool,
             engine=self._engine,
             replica=settings.replica,

@@ -26,8 +26,6 @@ from cartridge_engine_ext.load_plan import (
     LoadPlan,
     LoadReport,
     LoadResult,
-    Segment,
-    TensorReference,
     joined,
 )
 from cartridge_engine_ext.packed_layout import (
@@ -36,6 +34,7 @@ from cartridge_engine_ext.packed_layout import (
     StoredSegment,
     packed_prefix,
 )
+from cartridge_engine_ext.stored_segments import InPlacePrefix, Segment, TensorReference
 from cartridge_engine_ext.virtual_prefix import context_overrun
 from cartridge_proto.claims import FalseClaim, check_claims
 from cartridge_proto.compatibility import EngineIdentity, adapter_mismatch
@@ -117,10 +116,14 @@ class _VirtualRequest:
     """How its prefix lies in blocks, where it is packed; plain slots otherwise."""
     is_laid_out: bool = False
     """Which of the two is known."""
+    is_in_place: bool = False
+    """It is read where it lies, and takes no slot."""
 
     @property
     def num_slots(self) -> int:
         """Slots that its prefix takes."""
+        if self.is_in_place:
+            return 0
         return self.message.num_tokens if self.packed is None else self.packed.num_slots
 
     @property
@@ -212,6 +215,7 @@ class SchedulerSide:
         adapters: AdapterIdentities,
         verdict_of: Callable[[Digest, Manifest, str | None], ProbeVerdict | None],
         packed_cache: CacheGeometry | None,
+        is_in_place: bool,
         hints: Callable[[object], None],
         on_ended: Callable[[EndedPrefix], None],
         on_captured: Callable[[dict[int, Captured]], None],
@@ -228,6 +232,7 @@ class SchedulerSide:
         self._take_hints = hints
         self._on_ended = on_ended
         self._packed_cache = packed_cache
+        self._is_in_place = is_in_place
         self._layouts: dict[str, PackedPrefix | None] = {}
         """By block salt of plain slots; `None` = plain slots."""
         self._is_draining = False
@@ -269,6 +274,8 @@ class SchedulerSide:
             return 1, True
         if not isinstance(tracked, _VirtualRequest):
             return 0, False
+        if tracked.is_in_place:
+            return (0, False) if self._is_in_dram(request, tracked) else (None, False)
         missing = max(0, tracked.num_slots - num_computed_tokens)
         if missing and tracked.refusal is None:
             try:
@@ -285,6 +292,18 @@ class SchedulerSide:
                 tracked.refusal = refusal
         tracked.end_wait()
         return missing, missing > 0
+
+    def _is_in_dram(self, request: "Request", tracked: _VirtualRequest) -> bool:
+        """Whether a prefix can be read in place; a refused one becomes a request that fails."""
+        try:
+            if self._is_loaded(tracked):
+                tracked.end_wait()
+                return True
+        except Refusal as refusal:
+            self._doom(request, refusal, request.kv_transfer_params or {})
+        else:
+            tracked.begin_wait()
+        return False
 
     def after_allocation(
         self,
@@ -442,6 +461,7 @@ class SchedulerSide:
                 else {"traceparent": message.traceparent}
             ),
             is_proof=self._is_self_test(params),
+            is_in_place=self._is_in_place,
         )
         self._tracked[request.request_id] = tracked
         known = _block_salt(message, tracked.adapter)
@@ -474,7 +494,7 @@ class SchedulerSide:
         request.num_prompt_tokens = num_slots + num_live
         request._all_token_ids[:num_before] = placeholders  # noqa: SLF001 - DESIGN section 6
         salt = _block_salt(tracked.message, tracked.adapter)
-        if tracked.packed is not None:
+        if tracked.packed is not None or tracked.is_in_place:
             salt += _PACKED
         # Blocks that a proof wrote are for nobody else: who comes later is judged by its verdict.
         _rehash(request, secrets.token_hex(16) if tracked.is_proof else salt)
@@ -634,6 +654,8 @@ class SchedulerSide:
         start = stop - num_external_tokens
         if tracked.packed is not None:
             self._plan.prefixes[request.request_id] = tracked.packed
+        elif tracked.is_in_place:
+            self._plan.prefixes[request.request_id] = InPlacePrefix(self._segments(tracked))
         if tracked.num_reused_slots is None:
             tracked.num_reused_slots = start
         self._count(request, tracked)
@@ -646,19 +668,21 @@ class SchedulerSide:
         tracked.num_loads += 1
         tracked.is_loading = True
         self._loading[request.cache_salt or ""] = request.request_id
-        segments = [
-            _segment(self._pool.poll(Digest(item.digest)), item.offset)
-            for item in tracked.message.visible_items
-        ]
         self._plan.loads.append(
             Load(
                 request.request_id,
-                tuple(segments),
+                self._segments(tracked),
                 max(start, first),
                 stop,
                 block_ids,
                 tracked.packed,
             )
+        )
+
+    def _segments(self, tracked: _VirtualRequest) -> tuple[Segment, ...]:
+        return tuple(
+            _segment(self._pool.poll(Digest(item.digest)), item.offset)
+            for item in tracked.message.visible_items
         )
 
     def _count(self, request: "Request", tracked: _VirtualRequest) -> None:
@@ -721,7 +745,7 @@ class SchedulerSide:
                 for item in tracked.message.visible_items
             ],
             num_virtual_tokens=tracked.message.num_tokens,
-            num_reused_tokens=num_reused * tracked.message.num_tokens // num_slots,
+            num_reused_tokens=num_reused * tracked.message.num_tokens // max(num_slots, 1),
             num_loads=tracked.num_loads,
             loaded_bytes=tracked.loaded_bytes,
             load_s=tracked.load_s,

@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from cartridge_engine_ext.cache_layer import layer_index
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.packed_steps import STEPS, PackedStep
 
@@ -117,7 +118,7 @@ class SegmentAttentionImpl(CPUAttentionBackendImpl):
             found = STEPS.kernel.attend(
                 step.plan,
                 query.view(-1, self.num_heads, self.head_size)[step.rows],
-                step.tensors(kv_cache, strides),
+                step.tensors(layer_index(layer.layer_name), kv_cache, strides),
                 strides.live(kv_cache, step.block_table),
                 scale=self.scale,
             )

@@ -80,6 +80,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     segment_kernel: str = "auto"
     """What computes attention over packed prefixes, where `--worker-cls` allows them: a name of
     `cartridge_kernels.backends`, or the fastest that can run."""
+    attend_in_place: bool = False
+    """Read Cartridges from the dram tier in every step instead of copying them into KV blocks; on
+    engines whose `--worker-cls` allows packed prefixes (docs/attention.md says when it pays)."""
     moved_keys_bytes: int = 256 << 20
     """Bound of the keys that each worker remembers as they were moved along the sequence, for
     Cartridges that stand behind others again; 0 = none."""

@@ -7,7 +7,6 @@ come from the scheduler half.
 
 import contextlib
 import logging
-import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 
 from cartridge_engine_ext.artifact_pool import tensor_view
-from cartridge_engine_ext.cache_layer import CacheLayer
+from cartridge_engine_ext.cache_layer import CacheLayer, layer_index
 from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.in_place import InPlaceSegments
 from cartridge_engine_ext.layout_probe import CacheReader, Captured
 from cartridge_engine_ext.load_plan import (
     Capture,
@@ -27,8 +27,6 @@ from cartridge_engine_ext.load_plan import (
     LoadPlan,
     LoadReport,
     LoadResult,
-    Segment,
-    TensorReference,
 )
 from cartridge_engine_ext.moved_keys import MovedKeys
 from cartridge_engine_ext.packed_layout import PackedPrefix
@@ -36,6 +34,7 @@ from cartridge_engine_ext.packed_steps import STEPS, CacheStrides
 from cartridge_engine_ext.packed_writer import PackedWriter, Rows, write_prefix
 from cartridge_engine_ext.rotary import RotaryEmbedding
 from cartridge_engine_ext.sealed_memory import map_memory
+from cartridge_engine_ext.stored_segments import Segment, TensorReference
 from cartridge_engine_ext.thread_priority import yield_to_serving
 from cartridge_engine_ext.virtual_prefix import SegmentRows, rows_of_range, slot_range
 from cartridge_kernels.backends import BackendUnavailable, open_backend
@@ -46,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = 1024
 """Positions that are moved, cast and written at a time."""
-
-_LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -102,6 +99,7 @@ class WorkerSide:
         segment_kernel: str | None = None,
         moved_keys_bytes: int = 0,
     ) -> None:
+        self._rotary = rotary
         self._moved = MovedKeys(rotary, moved_keys_bytes)
         self._segment_kernel = segment_kernel
         self._strides: CacheStrides | None = None
@@ -131,13 +129,16 @@ class WorkerSide:
         """
         indexed: dict[int, CacheLayer] = {}
         for name in kv_caches:
-            match = _LAYER_INDEX.search(name)
             layer = self._attention_layers.get(name)
-            if match is None or not hasattr(layer, "num_kv_heads"):
+            try:
+                index = layer_index(name)
+            except ValueError:
+                index = None
+            if index is None or not hasattr(layer, "num_kv_heads"):
                 raise ConfigurationError(f"KV cache {name} belongs to no numbered attention layer")
-            if int(match.group(1)) in indexed:
+            if index in indexed:
                 raise ConfigurationError(f"KV cache {name} is the second one of its layer")
-            indexed[int(match.group(1))] = CacheLayer(layer)
+            indexed[index] = CacheLayer(layer)
         if sorted(indexed) != list(range(self._geometry.num_layers)):
             raise ConfigurationError(
                 f"geometry.num_layers: {self._geometry.num_layers} by the model's files; layers "
@@ -156,9 +157,10 @@ class WorkerSide:
         assert self._reader is not None  # noqa: S101 - the caller has just made it
         self._strides = self._reader.strides(cache)
         try:
-            STEPS.prepare(self._strides, open_backend(kernel, cache.device))
+            kernel_here = open_backend(kernel, cache.device)
         except BackendUnavailable as error:
             raise ConfigurationError(f"segment_kernel: {error}") from error
+        STEPS.prepare(self._strides, kernel_here, InPlaceSegments(self._rotary, self._shard.heads))
 
     def _check_geometry(self) -> None:
         """Compare vLLM's layers with what was read from the model's files."""

@@ -14,10 +14,9 @@ from cartridge_engine_ext.load_plan import (
     LoadPlan,
     LoadReport,
     LoadResult,
-    Segment,
-    TensorReference,
 )
 from cartridge_engine_ext.sealed_memory import MemoryReference
+from cartridge_engine_ext.stored_segments import Segment, TensorReference
 
 GOOD, SLOW = LoadResult(100, 0.1, None), LoadResult(50, 0.4, None)
 BAD = LoadResult(0, 0.2, "OSError: gone")

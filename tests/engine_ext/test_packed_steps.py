@@ -8,6 +8,7 @@ import torch
 
 from cartridge_engine_ext.cache_layer import CacheLayer
 from cartridge_engine_ext.errors import ConfigurationError
+from cartridge_engine_ext.in_place import InPlaceSegments
 from cartridge_engine_ext.layout_probe import CacheReader
 from cartridge_engine_ext.packed_layout import (
     CacheGeometry,
@@ -129,7 +130,7 @@ def test_what_was_written_is_what_a_step_reads(layout: str, by_channel: bool) ->
     steps.note({"a": prefix}, [])
     begin(steps, ["a"], computed=[prefix.num_slots], scheduled=[3], tables=[[*blocks, 1]])
     assert steps.current is not None
-    found = steps.current.tensors(layer.kv_cache, strides)
+    found = steps.current.tensors(0, layer.kv_cache, strides)
     for tensors, segment in zip(found, segments, strict=True):
         keys, values = segment_rows(tensors, segment.keys.shape[1])
         assert torch.equal(keys, segment.keys.float())
@@ -206,7 +207,7 @@ class SlotMajor:
 def steps_of(strides: CacheStrides) -> PackedSteps:
     """A worker that knows its cache."""
     steps = PackedSteps()
-    steps.prepare(strides, ReferenceBackend())
+    steps.prepare(strides, ReferenceBackend(), InPlaceSegments([], slice(None)))
     return steps
 
 

@@ -13,9 +13,10 @@ import tests.engine_ext.quiet_vllm  # noqa: F401 - first: vllm warns while it is
 
 # isort: split
 from cartridge_engine_ext import artifact_pool, worker_side
-from cartridge_engine_ext.load_plan import LoadPlan, Segment, TensorReference
+from cartridge_engine_ext.load_plan import LoadPlan
 from cartridge_engine_ext.payload import pack_payload, quantised_values
 from cartridge_engine_ext.sealed_memory import SealedMemory
+from cartridge_engine_ext.stored_segments import Segment, TensorReference
 from cartridge_engine_ext.virtual_prefix import num_blocks
 from cartridge_engine_ext.worker_side import HeadShard
 from tests.engine_ext.fake_layers import LAYOUTS, FakeLayer, Layout, Packed

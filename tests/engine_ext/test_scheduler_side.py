@@ -195,6 +195,8 @@ def running_engine(
     store_dir: Path,
     identity: EngineIdentity = ENGINE,
     packed_cache: CacheGeometry | None = None,
+    *,
+    is_in_place: bool = False,
 ) -> Iterator[Engine]:
     """An engine whose self-test has passed."""
     store = ObservedStore(store_dir)
@@ -229,6 +231,7 @@ def running_engine(
         adapters=adapters,
         verdict_of=verdict_of,
         packed_cache=packed_cache,
+        is_in_place=is_in_place,
         hints=hints.append,
         on_ended=ended.append,
         on_captured=captured.append,

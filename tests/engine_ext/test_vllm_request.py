@@ -63,6 +63,7 @@ def side(tmp_path: Path) -> Iterator[SchedulerSide]:
             longest_request_blocks=2,
         ),
         packed_cache=None,
+        is_in_place=False,
         hints=lambda value: None,
         on_ended=lambda ended: None,
         on_captured=lambda tensors: None,

@@ -21,12 +21,11 @@ from cartridge_engine_ext.load_plan import (
     Capture,
     Load,
     LoadPlan,
-    Segment,
-    TensorReference,
 )
 from cartridge_engine_ext.payload import pack_payload
 from cartridge_engine_ext.rotary import RotaryEmbedding
 from cartridge_engine_ext.sealed_memory import SealedMemory
+from cartridge_engine_ext.stored_segments import Segment, TensorReference
 from cartridge_engine_ext.virtual_prefix import num_blocks
 from cartridge_engine_ext.worker_side import HeadShard, WorkerSide, all_heads
 from cartridge_kernels.rope import default_inverse_frequencies, relocate_latents
