@@ -19,8 +19,10 @@ AUTO: Final = "auto"
 
 _BACKENDS: Final = {
     "reference": ("cartridge_kernels.reference", "ReferenceBackend"),
+    "triton": ("cartridge_kernels.triton_backend", "TritonBackend"),
+    "flashinfer": ("cartridge_kernels.flashinfer_backend", "FlashInferBackend"),
 }
-_PREFERENCE: Final = {"cpu": ("reference",)}
+_PREFERENCE: Final = {"cpu": ("reference",), "cuda": ("triton", "reference")}
 """By device type: what `auto` takes, the first that can run."""
 
 
