@@ -33,8 +33,6 @@ from cartridge_kernels.work_items import (
 MIN_CAPABILITY: Final = (8, 9)
 """The first NVIDIA GPUs that convert e4m3."""
 
-_MAX_TILE_ROWS: Final = 64
-_TILE_TOKENS: Final = 64
 _PROGRAMS_PER_SM: Final = 4
 _INTERPRETED_NUM_SMS: Final = 1
 _ALIGNMENT_BYTES: Final = 16
@@ -66,23 +64,41 @@ def kernels(*, interpret: bool) -> ModuleType:
     return module
 
 
-def tile_constants(
-    *, group: int, key_dim: int, value_dim: int, rows_per_item: int
-) -> dict[str, int]:
-    """Sizes of tiles that the partial program is compiled for."""
-    return {
-        "GROUP": group,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_M": _power_of_two(max(16, rows_per_item * group)),
-        "BLOCK_N": _TILE_TOKENS,
-        "BLOCK_K": _power_of_two(max(16, key_dim)),
-        "BLOCK_V": _power_of_two(max(16, value_dim)),
-    }
+@dataclass(frozen=True)
+class Tiles:
+    """How the partial program is cut and scheduled; changes speed and nothing else.
 
+    With 3 stages one tile of keys and values is loaded while another is in use: each tile's page
+    numbers are loaded one stage before it.
+    """
 
-LAUNCH_OPTIONS: Final = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
-"""Of the partial program. Two tiles of keys and values are loaded ahead of the one in use."""
+    max_rows: int = 64
+    num_tokens: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def constants(
+        self, *, group: int, key_dim: int, value_dim: int, rows_per_item: int
+    ) -> dict[str, int]:
+        """Sizes that the program is compiled for."""
+        return {
+            "GROUP": group,
+            "KEY_DIM": key_dim,
+            "VALUE_DIM": value_dim,
+            "BLOCK_M": _power_of_two(max(16, rows_per_item * group)),
+            "BLOCK_N": self.num_tokens,
+            "BLOCK_K": _power_of_two(max(16, key_dim)),
+            "BLOCK_V": _power_of_two(max(16, value_dim)),
+        }
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of the compiler."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,
+        }
 
 
 @dataclass
@@ -113,7 +129,7 @@ class TritonBackend:
         interpret: run in Triton's interpreter, on tensors of any device, some 50 ms for each
             program. `None` = as the environment variable TRITON_INTERPRET says.
         chunk_tokens: keys of an item; `None` = such that all multiprocessors have work.
-        max_tile_rows: queries times heads of an item.
+        tiles: see there.
     """
 
     name = "triton"
@@ -123,13 +139,13 @@ class TritonBackend:
         *,
         interpret: bool | None = None,
         chunk_tokens: int | None = None,
-        max_tile_rows: int = _MAX_TILE_ROWS,
+        tiles: Tiles | None = None,
     ) -> None:
         if interpret is None:
             interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
         self._interpret = interpret
         self._chunk_tokens = chunk_tokens
-        self._max_tile_rows = max_tile_rows
+        self._tiles = tiles or Tiles()
         self._step: _Step | None = None
 
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -210,13 +226,13 @@ class TritonBackend:
             PAGE_TOKENS=step.page_tokens,
             ALIGNED=is_aligned,
             UPCAST=self._interpret,
-            **tile_constants(
+            **self._tiles.constants(
                 group=queries.shape[1] // num_kv_heads,
                 key_dim=queries.shape[2],
                 value_dim=live.values.shape[3],
                 rows_per_item=step.rows_per_item,
             ),
-            **LAUNCH_OPTIONS,
+            **self._tiles.options,
         )
 
     def _merge(self, step: _Step, partials: Attended, num_rows: int) -> Attended:
@@ -261,7 +277,7 @@ class TritonBackend:
     ) -> _Step:
         num_heads, num_kv_heads = geometry
         rows_per_item = choose_rows_per_item(
-            plan, group=num_heads // num_kv_heads, max_tile_rows=self._max_tile_rows
+            plan, group=num_heads // num_kv_heads, max_tile_rows=self._tiles.max_rows
         )
         chunk_tokens = self._chunk_tokens or choose_chunk_tokens(
             plan,

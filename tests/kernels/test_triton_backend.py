@@ -23,7 +23,7 @@ from cartridge_kernels.plan import (
     SegmentTensors,
 )
 from cartridge_kernels.reference import attend_dense
-from cartridge_kernels.triton_backend import TritonBackend
+from cartridge_kernels.triton_backend import Tiles, TritonBackend
 from cartridge_kernels.work_items import WorkTable, build_work_table
 from tests.contracts.attention_backend import AttentionBackendContract, assert_close
 from tests.kernels.attention_cases import (
@@ -163,11 +163,15 @@ def cases(draw: st.DrawFn) -> AttentionCase:
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases(), st.sampled_from([8, 32, None]), st.integers(0, 1000))
-def test_any_batch(case: AttentionCase, chunk_tokens: int | None, seed: int) -> None:
+@given(cases(), st.sampled_from([8, 32, None]), st.sampled_from([16, 64]), st.integers(0, 1000))
+def test_any_batch(
+    case: AttentionCase, chunk_tokens: int | None, tile_tokens: int, seed: int
+) -> None:
     """Whatever the batch and wherever its keys are cut, the answer is the oracle's."""
     inputs = make_inputs(case, seed)
-    backend = TritonBackend(interpret=True, chunk_tokens=chunk_tokens)
+    backend = TritonBackend(
+        interpret=True, chunk_tokens=chunk_tokens, tiles=Tiles(num_tokens=tile_tokens)
+    )
     assert_close(attend(backend, inputs), exact(inputs), **EXACT)
 
 

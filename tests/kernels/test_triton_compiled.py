@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cartridge_kernels.triton_backend import LAUNCH_OPTIONS, kernels, tile_constants
+from cartridge_kernels.triton_backend import Tiles, kernels
 
 ARGUMENTS = {
     "queries": "*bf16",
@@ -34,7 +34,7 @@ K16V8 = (tl.bfloat16, tl.float8e4nv, 1)
 
 def tile_sizes(head_dim: int) -> dict[str, int]:
     """Of 16 rows of four heads."""
-    return tile_constants(group=4, key_dim=head_dim, value_dim=head_dim, rows_per_item=16)
+    return Tiles().constants(group=4, key_dim=head_dim, value_dim=head_dim, rows_per_item=16)
 
 
 def compiled(kinds: tuple[Any, ...], head_dim: int, *, is_aligned: bool = True) -> dict[str, str]:
@@ -52,7 +52,7 @@ def compiled(kinds: tuple[Any, ...], head_dim: int, *, is_aligned: bool = True) 
     aligned = [name for name in ARGUMENTS if name != "score_scale"]
     attributes = {(program.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(program, signature, constants, attributes)
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH_OPTIONS)
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=Tiles().options)
     return {stage: text for stage, text in found.asm.items() if isinstance(text, str)}
 
 
@@ -90,11 +90,45 @@ def test_tiles_come_16_bytes_at_a_time(
     # Numbers of pages are copied ahead too, 4 bytes each; everything else is 16.
     widths = Counter(re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, (0x\w+)", texts["ptx"]))
     assert set(widths) == {"0x4", "0x10"}
-    num_threads = 32 * LAUNCH_OPTIONS["num_warps"]
+    num_threads = 32 * Tiles().num_warps
     numbers_per_thread = tile_sizes(head_dim)["BLOCK_N"] * head_dim // num_threads
     bytes_per_thread = numbers_per_thread * (2 * copies["bf16"] + copies.get("f8E4M3FN", 0))
     assert widths["0x10"] * 16 == bytes_per_thread
     assert not re.search(r"ld\.global[.\w:]*\.[bsuf](8|16)\b", texts["ptx"])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        (tl.float16, tl.float16, 0),
+        (tl.float16, tl.float8e4nv, 2),
+        (tl.float32, tl.float32, 0),
+        (tl.float32, tl.float8e4nv, 1),
+    ],
+    ids=str,
+)
+def test_other_types_compile(kind: tuple[Any, ...]) -> None:
+    """Every pair of types that a segment may have gives a program, with tiles copied ahead."""
+    assert sum(copied_tiles(compiled((kind,), 64)["ttgir"]).values()) == 4
+
+
+def test_merging_compiles() -> None:
+    """The second launch is a program for the same GPU."""
+    program = kernels(interpret=False).merge_kernel
+    pointers = ["slot_outputs", "slot_lses", "row_slots", "row_starts", "outputs", "lses"]
+    types = ["*fp32", "*fp32", "*i32", "*i32", "*fp32", "*fp32"]
+    constants = {"VALUE_DIM": 128, "BLOCK_V": 128, "BLOCK_SLOTS": 16}
+    signature = {
+        **dict(zip(pointers, types, strict=True)),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
+    found = triton.compile(
+        ASTSource(program, signature, constants, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options={"enable_fp_fusion": True},
+    )
+    assert re.search(r"ld\.global[.\w:]*\.v4\.b32", found.asm["ptx"])
 
 
 def test_the_check_finds_loads_of_single_numbers() -> None:
