@@ -6,15 +6,21 @@ source makes them loads of single numbers: still right, several times slower.
 
 import re
 from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cartridge_kernels.triton_backend import Tiles, kernels
+from cartridge_kernels import triton_backend
+from cartridge_kernels.triton_backend import Tiles, TritonBackend, kernels
+from tests.kernels.attention_cases import K16V8 as K16V8_VALUES
+from tests.kernels.attention_cases import AttentionCase, SegmentCase, make_inputs
 
 ARGUMENTS = {
     "queries": "*bf16",
@@ -129,6 +135,61 @@ def test_merging_compiles() -> None:
         options={"enable_fp_fusion": True},
     )
     assert re.search(r"ld\.global[.\w:]*\.v4\.b32", found.asm["ptx"])
+
+
+class UnreachableGpu:
+    """A driver for which Triton compiles, and which launches nothing."""
+
+    def get_current_target(self) -> GPUTarget:
+        """An H100 or H200."""
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """The first."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Its own."""
+        return 0
+
+
+class CompiledOnly:
+    """Stands for a program: compiles what a launch would, from a launch's arguments."""
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.grids.append(grid)
+        return partial(self.program.warmup, grid=grid)
+
+
+@pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_launches_compile_as_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, query_dtype: torch.dtype
+) -> None:
+    """Two launches with the very arguments of a call give two programs for a GPU."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", UnreachableGpu())
+    found = kernels(interpret=False)
+    launches = SimpleNamespace(**vars(found))
+    launches.partial_kernel = CompiledOnly(found.partial_kernel)
+    launches.merge_kernel = CompiledOnly(found.merge_kernel)
+    monkeypatch.setattr(triton_backend, "kernels", lambda *, interpret: launches)
+    inputs = make_inputs(
+        AttentionCase(
+            "batch",
+            [(1, 14, (0, 1)), (4, 4, (0,))],
+            [SegmentCase(40, K16V8_VALUES), SegmentCase(24)],
+            query_dtype=query_dtype,
+            live_dtype=torch.bfloat16,
+        )
+    )
+    backend = TritonBackend(interpret=False)
+    backend.attend(inputs.plan, inputs.queries, inputs.segments, inputs.live, scale=inputs.scale)
+    # Two segments and two live parts over two KV heads; five rows of four heads.
+    assert launches.partial_kernel.grids == [(4, 2)]
+    assert launches.merge_kernel.grids == [(5, 4)]
 
 
 def test_the_check_finds_loads_of_single_numbers() -> None:
