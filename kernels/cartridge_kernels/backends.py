@@ -21,8 +21,13 @@ _BACKENDS: Final = {
     "cpu": ("cartridge_kernels.cpu", "CpuBackend"),
     "native": ("cartridge_kernels.native", "NativeBackend"),
     "reference": ("cartridge_kernels.reference", "ReferenceBackend"),
+    "triton": ("cartridge_kernels.triton_backend", "TritonBackend"),
+    "flashinfer": ("cartridge_kernels.flashinfer_backend", "FlashInferBackend"),
 }
-_PREFERENCE: Final = {"cpu": ("native", "cpu", "reference")}
+_PREFERENCE: Final = {
+    "cpu": ("native", "cpu", "reference"),
+    "cuda": ("triton", "reference"),
+}
 """By device type: what `auto` takes, the first that can run."""
 
 
