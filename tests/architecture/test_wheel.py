@@ -76,8 +76,8 @@ def test_its_entry_points_resolve(wheel: zipfile.ZipFile) -> None:
     assert dict(parser["console_scripts"]) == {"cartridge-router": "cartridge_router.__main__:main"}
     commands = dict(parser["cartridge_router.commands"])
     assert set(commands) == {
-        *("agent", "cartridge.build", "model.prepare", "chat-template.wrap"),
-        *("loadtest", "economics"),
+        *("agent", "cartridge.build", "cartridge.quantize", "model.prepare"),
+        *("chat-template.wrap", "loadtest", "economics"),
     }
     for target in [*commands.values(), "cartridge_router.__main__:main"]:
         module, _, attribute = target.partition(":")

@@ -40,8 +40,8 @@ NUM_BLOCKS = 24
 
 
 @contextmanager
-def running_tiny_fleet(work: Path, **extra: Any) -> Iterator[Fleet]:
-    """One engine behind a gateway; `extra` goes over the tiers' settings."""
+def running_tiny_fleet(work: Path, arguments: Sequence[str] = (), **extra: Any) -> Iterator[Fleet]:
+    """One engine behind a gateway; `extra` goes over the tiers' settings, `arguments` are flags."""
     model = save_tiny_model(work / "model", head_dim=32)
     settings = {
         "nvme_dir": str(work / "nvme"),
@@ -57,6 +57,7 @@ def running_tiny_fleet(work: Path, **extra: Any) -> Iterator[Fleet]:
         arguments=[
             *("--block-size", str(BLOCK_SIZE)),
             *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
+            *arguments,
         ],
         environment={names.ENV_CONTROL_TOKEN: CONTROL_TOKEN},
         **settings,
