@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import pytest
-import torch
 
 from cartridge_engine_ext.packed_layout import PACKED_WORKER
-from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, full_layers
-from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
-from cartridge_proto.digest import Digest
 from tests.integration.fleet import BLOCK_SIZE, TOLERANCE, Fleet, at_once, document_tokens
-from tests.integration.tiny_fleet import IDS, LIVE, drop_prefix_cache, running_tiny_fleet
+from tests.integration.tiny_fleet import (
+    IDS,
+    LIVE,
+    drop_prefix_cache,
+    put_small,
+    running_tiny_fleet,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -56,19 +58,7 @@ def test_in_place_equals_the_ordinary_prompt(engine: Fleet) -> None:
 
 def test_quantised_values_are_read_in_place(engine: Fleet) -> None:
     """K16/V8 answers as the same numbers in float32."""
-    source = engine.put("small-source", tokens(1), LIVE)
-    quantiser = Quantiser(model_dir=engine.model_dir, store=engine.store, say=lambda line: None)
-    built = quantiser.quantise(
-        Digest(source.digest), Recipe(Keys.BFLOAT16), name="small", version="1"
-    )
-    engine.wait_for_catalog("small@1", built.digest)
-    layers = full_layers(engine.tensors(built.manifest), built.manifest.geometry.num_layers)
-    full = {}
-    for index, (keys, values) in enumerate(layers):
-        full[f"layers.{index}.k"], full[f"layers.{index}.v"] = keys, values
-    with torch.inference_mode():
-        probe = reference_probe(engine.builder._model, filled_cache(layers), LIVE)
-    engine.put_tensors("small-full", source.manifest, full, probe)
+    put_small(engine, "small", tokens(1))
     small = engine.complete(LIVE, ["small@1"])
     assert small.difference(engine.complete(LIVE, ["small-full@1"])) <= TOLERANCE
     assert small.logprobs != engine.complete(LIVE, ["small-source@1"]).logprobs

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cartridge_engine_ext.packed_layout import PACKED_WORKER
 from tests.engine_ext.tiny_model import MAX_POSITIONS, save_tiny_model
 from tests.integration.fleet import (
     BLOCK_SIZE,
@@ -17,7 +18,7 @@ from tests.integration.fleet import (
     document_tokens,
 )
 from tests.integration.running_fleet import running_fleet
-from tests.integration.tiny_fleet import IDS, LIVE
+from tests.integration.tiny_fleet import IDS, LIVE, put_small
 
 pytestmark = pytest.mark.engine
 
@@ -40,6 +41,7 @@ def pair(
     work = tmp_path_factory.mktemp("tensor-parallel")
     model = save_tiny_model(work / "model", num_kv_heads=num_kv_heads, head_dim=32)
     arguments = [*arguments, "--tensor-parallel-size", "2", "--block-size", str(BLOCK_SIZE)]
+    arguments += ["--worker-cls", PACKED_WORKER]
     # Without probes, which would write the blocks before the first request does.
     with running_fleet(
         work, model, max_model_len=MAX_POSITIONS, arguments=arguments, with_probe=False
@@ -82,3 +84,18 @@ def test_an_ordered_pair_moves_the_heads_of_each_worker(pair: tuple[Fleet, bool]
         assert max(differences) <= TOLERANCE
         answers.append(answer)
     assert answers[0].logprobs != answers[1].logprobs
+
+
+def test_each_worker_packs_its_own_heads(pair: tuple[Fleet, bool]) -> None:
+    """Packed bytes and their scales, alone and behind another Cartridge, equal plain slots."""
+    fleet, has_prefix_cache = pair
+    put_small(fleet, "tp-small", document_tokens(3 * BLOCK_SIZE + 7, seed=9, ids=IDS))
+    for is_again in (False, True):
+        packed = fleet.complete(LIVE, ["tp-small@1"])
+        assert packed.difference(fleet.complete(LIVE, ["tp-small-full@1"])) <= TOLERANCE
+        assert packed.receipt is not None
+        # Two heads of two layers; with one head, both workers write it.
+        rows, scales = (3 * BLOCK_SIZE + 7) * 32 * 3, 4 * 32
+        written = 0 if is_again and has_prefix_cache else 2 * 2 * (rows + scales)
+        assert packed.receipt["loaded_bytes"] == written
+    assert packed.logprobs != fleet.complete(LIVE, ["tp-small-source@1"]).logprobs
