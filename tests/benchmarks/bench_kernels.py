@@ -1,4 +1,4 @@
-"""`make bench-kernels`: attention over shared segments on a CPU, beside what reads them per request.
+"""`make bench-kernels`: attention over shared segments on a CPU, beside what reads them apart.
 
 Owns the measurements and their targets. Refuses wall clock and other runs' figures: one thread, CPU
 time, contenders in turn, ratios of medians. Several layers are read in turn, as an engine does, so
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -139,14 +140,14 @@ def one_request(geometry: Geometry, representation: Representation, repeats: int
     found = medians_ms(step.contenders, 2 * repeats)
     prefix = f"{geometry.name}/{representation.value}/one request"
     return [
-        at_least(f"{prefix}/{name} over plain SDPA", found[COPIES] / found[name], 0.9, found, COPIES)
+        at_least(
+            f"{prefix}/{name} over plain SDPA", found[COPIES] / found[name], 0.9, found, COPIES
+        )
         for name in (NATIVE, TORCH)
     ]
 
 
-def at_least(
-    name: str, ratio: float, target: float, found: dict[str, float], base: str
-) -> Row:
+def at_least(name: str, ratio: float, target: float, found: dict[str, float], base: str) -> Row:
     """A row with a target."""
     against = f"{base}: {found[base]:.2f} ms a layer"
     return Row(name, ratio, "x", f">= {target}", ratio >= target, against)
@@ -159,17 +160,19 @@ def sweep(repeats: int) -> list[Row]:
         for batch in BATCHES:
             step = make_step(SMOLLM, K16V8, batch, length)
             found = medians_ms(step.contenders, max(3, repeats // 2))
-            for name in (TORCH, NATIVE):
-                rows.append(
-                    Row(
-                        f"sweep/{length} tokens/batch {batch}/{name} over {COPIES}",
-                        found[COPIES] / found[name],
-                        "x",
-                        None,
-                        None,
-                        f"{found[COPIES]:.2f} ms; {SHARED} {found[SHARED]:.2f} ms",
-                    )
+            against = f"{COPIES} {found[COPIES]:.2f} ms, {SHARED} {found[SHARED]:.2f} ms a layer"
+            prefix = f"sweep/{length} tokens/batch {batch}"
+            rows += [
+                Row(
+                    f"{prefix}/{name} over {base}",
+                    found[base] / found[name],
+                    "x",
+                    None,
+                    None,
+                    against,
                 )
+                for name, base in ((TORCH, COPIES), (NATIVE, COPIES), (NATIVE, SHARED))
+            ]
     return rows
 
 
@@ -198,9 +201,7 @@ def read_bandwidth() -> float:
 
 
 # --- contenders ----------------------------------------------------------------------------------
-def make_step(
-    geometry: Geometry, representation: Representation, batch: int, length: int
-) -> Step:
+def make_step(geometry: Geometry, representation: Representation, batch: int, length: int) -> Step:
     """One decode step; every contender is held to the float64 answer first."""
     generator = torch.Generator().manual_seed(0)
     plan = Plan(
@@ -277,23 +278,18 @@ class Layer:
         # As vLLM lays out its cache on a CPU: keys of a block, transposed, then its values.
         num_shared = length // BLOCK_SIZE
         cache = random(batch + num_shared, kv_heads, 2 * BLOCK_SIZE, dim)
-        by_block = (-1, kv_heads, BLOCK_SIZE, dim)
-        key_blocks = cache[:, :, :BLOCK_SIZE].unflatten(2, (BLOCK_SIZE,))
+        in_blocks = kv_heads, num_shared, BLOCK_SIZE, dim
         self._key_cache, self._value_cache = cache.chunk(2, dim=2)
-        transposed = key_blocks.as_strided(
-            self._key_cache.shape, (*key_blocks.stride()[:2], 1, BLOCK_SIZE)
-        )
+        transposed = cache.as_strided(self._key_cache.shape, (*cache.stride()[:2], 1, BLOCK_SIZE))
         shared = slice(batch, None)
-        transposed[shared] = keys.view(kv_heads, num_shared, BLOCK_SIZE, dim).transpose(0, 1)
-        self._value_cache[shared] = values.view(by_block[1], num_shared, *by_block[2:]).transpose(
-            0, 1
-        )
+        transposed[shared] = keys.view(in_blocks).transpose(0, 1)
+        self._value_cache[shared] = values.view(in_blocks).transpose(0, 1)
         self.live = LiveTensors(transposed[:batch], self._value_cache[:batch], table)
         self._table = torch.cat(
             [torch.arange(batch, batch + num_shared).int().expand(batch, -1), table], dim=1
         )
         own = [self.live.gather(request, NUM_LIVE) for request in range(batch)]
-        self._copies = tuple(
+        self._own_keys, self._own_values = (
             torch.stack([torch.cat([part, one[index]], dim=1) for one in own])
             for index, part in enumerate((keys, values))
         )
@@ -306,10 +302,10 @@ class Layer:
 
     def attend_copies(self) -> torch.Tensor:
         """SDPA over keys and values of each request, which were copied there before."""
-        return F.scaled_dot_product_attention(self._grouped, *self._copies)
+        return F.scaled_dot_product_attention(self._grouped, self._own_keys, self._own_values)
 
     def attend_vllm(self) -> torch.Tensor:
-        """vLLM's own kernel; all requests' tables name the same blocks."""
+        """The engine's own kernel; all requests' tables name the same blocks."""
         operations()[0].cpu_attention_with_kv_cache(
             query=self.queries,
             key_cache=self._key_cache,
@@ -335,15 +331,14 @@ def paged(rows: torch.Tensor, page_ids: torch.Tensor) -> PagedRows:
         page_ids.shape[0], rows.shape[0], BLOCK_SIZE, rows.shape[2], dtype=rows.dtype
     )
     # e4m3 has no indexing of its own.
-    storage.view(torch.uint8)[page_ids] = (
-        rows.view(torch.uint8).unflatten(1, (-1, BLOCK_SIZE)).transpose(0, 1)
-    )
+    by_page = rows.view(torch.uint8).view(rows.shape[0], -1, BLOCK_SIZE, rows[0, 0].nbytes)
+    storage.view(torch.uint8)[page_ids] = by_page.transpose(0, 1)
     return PagedRows(storage, page_ids)
 
 
 @functools.cache
-def operations() -> tuple:  # type: ignore[type-arg]
-    """vLLM's operations, and the choice of its kernel; loading them takes seconds."""
+def operations() -> tuple[Any, Any]:
+    """Operations of vLLM, and its choice of a kernel; loading them takes seconds."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm._custom_ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -351,9 +346,7 @@ def operations() -> tuple:  # type: ignore[type-arg]
     return vllm._custom_ops, _get_attn_isa
 
 
-def vllm_schedule(
-    geometry: Geometry, lengths: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
+def vllm_schedule(geometry: Geometry, lengths: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """What vLLM makes once for each step."""
     ops, choose_isa = operations()
     found: torch.Tensor = ops.cpu_attn_get_scheduler_metadata(

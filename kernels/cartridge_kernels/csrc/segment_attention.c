@@ -15,7 +15,9 @@
 
 enum { FLOAT32, BFLOAT16, FLOAT16, E4M3 };
 enum { NO_SCALE, BY_HEAD, BY_CHANNEL, BY_PAGE };
-enum { TILE = 64, ROWS = 96, PANEL = 16 };
+enum { TILE = 128, ROWS = 96, PANEL = 16 };
+/* Lines of a panel lie in different sets of the cache. */
+enum { KEY_ROW = TILE + PANEL };
 #define E4M3_FACTOR 256.0f /* what an e4m3 code at the place of a float16 is too small by: 2^(15-7) */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -78,8 +80,8 @@ INLINE void transpose8(float *to, const char *from, int64_t stride, int dtype) {
     a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
   }
   for (int i = 0; i < 4; i++) {
-    _mm256_storeu_ps(to + i * TILE, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * TILE, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    _mm256_storeu_ps(to + i * KEY_ROW, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * KEY_ROW, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
   }
 }
 
@@ -167,23 +169,23 @@ static void soften(float *scores, int64_t seen, int64_t width, float *largest, f
   for (int i = 0; i < 8; i++) *total += lanes[i];
 }
 
-/* Rows that lie in one page, `from` on, as columns: to[dim][TILE]. */
+/* Rows that lie in one page, `from` on, as columns: to[dim][KEY_ROW]. */
 INLINE void columns_as(float *to, const char *from, const Storage *s, int64_t rows, int64_t dim,
                        int dtype) {
   int64_t size = size_of(dtype), row = 0;
   if (s->row_stride == size) { /* they lie as columns already */
     for (int64_t d = 0; d < dim; d++)
-      convert(to + d * TILE, from + d * s->column_stride, rows, size, dtype);
+      convert(to + d * KEY_ROW, from + d * s->column_stride, rows, size, dtype);
     return;
   }
   if (s->column_stride == size && dim % 8 == 0)
     for (; row + 8 <= rows; row += 8)
       for (int64_t d = 0; d < dim; d += 8)
-        transpose8(to + d * TILE + row, from + row * s->row_stride + d * size, s->row_stride,
+        transpose8(to + d * KEY_ROW + row, from + row * s->row_stride + d * size, s->row_stride,
                    dtype);
   for (; row < rows; row++)
     for (int64_t d = 0; d < dim; d++)
-      to[d * TILE + row] = load1(from + row * s->row_stride + d * s->column_stride, dtype);
+      to[d * KEY_ROW + row] = load1(from + row * s->row_stride + d * s->column_stride, dtype);
 }
 
 /* The same as rows: to[rows][width]. */
@@ -224,12 +226,12 @@ static void attend_part(const Part *part, const Storage *ks, const Storage *vs, 
     int64_t width = (count + PANEL - 1) / PANEL * PANEL;
     load(work->keys, ks, part->key_pages, head, part->first_key + first, count, dim, 0);
     load(work->values, vs, part->value_pages, head, part->first_value + first, count, value_dim,
-         value_width);
+         value_width + PANEL);
     for (int64_t row = 0; row < rows; row += ROWS) {
       int64_t some = rows - row < ROWS ? rows - row : ROWS;
       /* The last row sees most. */
       if (part->is_causal && part->first_seen + (row + some - 1) / group + 1 <= first) continue;
-      product(some, width, dim, work->queries + row * dim, dim, work->keys, TILE, work->scores,
+      product(some, width, dim, work->queries + row * dim, dim, work->keys, KEY_ROW, work->scores,
               TILE, 0);
       for (int64_t i = row; i < row + some; i++) {
         float *scores = work->scores + (i - row) * TILE;
@@ -241,7 +243,7 @@ static void attend_part(const Part *part, const Storage *ks, const Storage *vs, 
             scores[t] *=
                 part->scale[(part->first_value + first + t) / vs->page_rows * heads + head];
       }
-      product(some, value_width, count, work->scores, TILE, work->values, value_width,
+      product(some, value_width, count, work->scores, TILE, work->values, value_width + PANEL,
               work->output + row * value_width, value_width, 1);
     }
   }
@@ -291,8 +293,8 @@ int cartridge_attend(const Storage *storages, const Part *parts, int64_t num_par
   for (int64_t p = 0; p < num_parts; p++)
     if (parts[p].num_rows > most_rows) most_rows = parts[p].num_rows;
   int64_t most = most_rows * group;
-  int64_t sizes[] = {most * dim, most * value_width, most, most, ROWS * TILE, dim * TILE,
-                     TILE * value_width, value_dim};
+  int64_t sizes[] = {most * dim, most * value_width, most, most, ROWS * TILE, dim * KEY_ROW,
+                     TILE * (value_width + PANEL), value_dim};
   int64_t needed = 0;
   for (int i = 0; i < 8; i++) needed += (sizes[i] + 15) / 16 * 16;
   float *room = aligned_alloc(64, needed * sizeof(float)), *next = room, *at[8];
