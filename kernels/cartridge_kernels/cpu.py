@@ -25,6 +25,8 @@ from cartridge_kernels.plan import (
 )
 
 _TILE = 1024
+_TILE_NUMBERS = 1 << 19
+"""Numbers of a tile's keys, all KV heads: 2 MiB; more leave the second cache."""
 _ROWS = 2048
 _BATCHED_LIVE = 2048
 """Live tokens up to which one-query requests are computed together, padded to the longest."""
@@ -114,7 +116,7 @@ class CpuBackend:
             values = self._floats("values", storage, value_rows)
             factor = None
             if pages.places is not None and scale is not None:
-                places = pages.places[tile * _TILE : (tile + 1) * _TILE]
+                places = pages.places[tile * pages.size : (tile + 1) * pages.size]
                 factor = (scale[places] * _FROM_BITS).permute(1, 2, 0)
             sums.add(keys.transpose(1, 2), values, factor)
         output, lse = sums.finish()
@@ -313,12 +315,14 @@ class _SegmentPages:
         self._of = (tensors.keys.page_ids, tensors.values.page_ids)
         self._layout = _layout(tensors)
         key_ids, value_ids = (ids.tolist() for ids in self._of)
+        _, kv_heads, _, dim = tensors.keys.storage.shape
+        self.size = min(_TILE, max(_TILE_NUMBERS // (kv_heads * dim), 1))
         self.tiles = [
             (
-                _rows(tensors.keys, key_ids, begin, min(begin + _TILE, num_tokens)),
-                _rows(tensors.values, value_ids, begin, min(begin + _TILE, num_tokens)),
+                _rows(tensors.keys, key_ids, begin, min(begin + self.size, num_tokens)),
+                _rows(tensors.values, value_ids, begin, min(begin + self.size, num_tokens)),
             )
-            for begin in range(0, num_tokens, _TILE)
+            for begin in range(0, num_tokens, self.size)
         ]
         self.places: torch.Tensor | None = None
         if tensors.has_page_scales:
