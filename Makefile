@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-copies bench-engine bench-gateway bench-placement bench-prediction bench-quality bench-selection loadtest screenshot generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-copies bench-engine bench-gateway bench-kernels bench-placement bench-prediction bench-quality bench-selection loadtest screenshot generate lock
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ bench-engine: setup ## What a Cartridge costs on a real engine, beside a plain p
 bench-gateway: setup ## What a request costs in the gateway, beside its peers
 	@PYTHON="$(PYTHON)" .ci/peers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_gateway $(ARGS)
+
+bench-kernels: setup ## What attention over shared documents costs on a CPU, beside vLLM's
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_kernels $(ARGS)
 
 bench-placement: setup ## What placement wins, in simulated fleets, and what a decision costs
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_placement $(ARGS)

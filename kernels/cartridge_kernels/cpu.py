@@ -25,6 +25,8 @@ from cartridge_kernels.plan import (
 )
 
 _TILE = 1024
+_TILE_NUMBERS = 1 << 19
+"""Numbers of a tile's keys, all KV heads: 2 MiB; more leave the second cache."""
 _ROWS = 2048
 _BATCHED_LIVE = 2048
 """Live tokens up to which one-query requests are computed together, padded to the longest."""
@@ -114,7 +116,7 @@ class CpuBackend:
             values = self._floats("values", storage, value_rows)
             factor = None
             if pages.places is not None and scale is not None:
-                places = pages.places[tile * _TILE : (tile + 1) * _TILE]
+                places = pages.places[tile * pages.size : (tile + 1) * pages.size]
                 factor = (scale[places] * _FROM_BITS).permute(1, 2, 0)
             sums.add(keys.transpose(1, 2), values, factor)
         output, lse = sums.finish()
@@ -161,7 +163,7 @@ class CpuBackend:
         total = weights.sum(dim=2, keepdim=True)
         output = torch.bmm(weights, values.flatten(0, 1)).div_(total)
         lse = (largest + total.log2()) * _LN_2
-        shape = (len(batch.rows), by_head.shape[0], -1)
+        shape = (batch.blocks.shape[0], by_head.shape[0], -1)
         return (
             output.view(*shape, output.shape[-1]).transpose(0, 1),
             lse.view(shape).transpose(0, 1),
@@ -189,7 +191,12 @@ class CpuBackend:
         is_coded = storage.dtype == torch.float8_e4m3fn
         if is_coded:
             storage = storage.view(torch.int8)
-        found = storage[rows.pages, :, rows.begin : rows.end]
+        if isinstance(rows.pages, slice):
+            found = storage[rows.pages, :, rows.begin : rows.end]
+        else:
+            shape = (rows.pages.shape[0], *storage.shape[1:])
+            found = self._scratch.take(f"pages {storage.dtype}", shape, storage.dtype)
+            torch.index_select(storage, 0, rows.pages, out=found)
         pages, kv_heads, size, dim = found.shape
         if is_coded:
             # Exponent and mantissa to where float16 has them; 14 is the sign's copy, cleared.
@@ -289,7 +296,10 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where the rows of a tile lie: of each page [begin, end), then `count` after `skip`."""
+    """Where the rows of a tile lie: of each page [begin, end), then `count` after `skip`.
+
+    Pages that are no slice are read whole.
+    """
 
     pages: torch.Tensor | slice
     begin: int
@@ -305,12 +315,14 @@ class _SegmentPages:
         self._of = (tensors.keys.page_ids, tensors.values.page_ids)
         self._layout = _layout(tensors)
         key_ids, value_ids = (ids.tolist() for ids in self._of)
+        _, kv_heads, _, dim = tensors.keys.storage.shape
+        self.size = min(_TILE, max(_TILE_NUMBERS // (kv_heads * dim), 1))
         self.tiles = [
             (
-                _rows(tensors.keys, key_ids, begin, min(begin + _TILE, num_tokens)),
-                _rows(tensors.values, value_ids, begin, min(begin + _TILE, num_tokens)),
+                _rows(tensors.keys, key_ids, begin, min(begin + self.size, num_tokens)),
+                _rows(tensors.values, value_ids, begin, min(begin + self.size, num_tokens)),
             )
-            for begin in range(0, num_tokens, _TILE)
+            for begin in range(0, num_tokens, self.size)
         ]
         self.places: torch.Tensor | None = None
         if tensors.has_page_scales:
@@ -361,7 +373,7 @@ class _LiveBatch:
     `tails` are (request, token) of the padding, `is_tail` the same as a mask; `None` without any.
     """
 
-    rows: list[int]
+    rows: slice | torch.Tensor
     num_live: int
     blocks: torch.Tensor
     tails: tuple[torch.Tensor, ...] | None
@@ -385,7 +397,7 @@ class _Prepared:
                 self.parts.append(self._part(plan, index, table[index]))
         most = max(_BATCHED_NUMBERS // live.keys[0, :, 0].numel(), 1)
         self.batches = [self._batch(plan, group, table) for group in _groups(plan, together, most)]
-        self.readers = [_rows_of(plan, requests) for requests in plan.readers]
+        self.readers = [_rows_of(plan, requests) if requests else None for requests in plan.readers]
         self.segments = [
             _SegmentPages(segment.num_tokens, tensors)
             for segment, tensors in zip(plan.segments, segments, strict=True)
@@ -419,7 +431,7 @@ class _Prepared:
         used = torch.arange(blocks.shape[1]) * self._block_size < lengths[:, None]
         is_tail = torch.arange(longest) >= lengths[:, None]
         return _LiveBatch(
-            [plan.row_starts[index] for index in requests],
+            _rows_of(plan, requests),
             longest,
             torch.where(used, blocks, blocks[:, :1]),
             is_tail.nonzero(as_tuple=True) if is_tail.any() else None,
@@ -442,11 +454,9 @@ def _groups(plan: Plan, requests: list[int], most_tokens: int) -> Iterator[list[
         yield sorted(group)
 
 
-def _rows_of(plan: Plan, requests: tuple[int, ...]) -> slice | torch.Tensor | None:
-    """Rows of requests: a slice where they stand behind one another, `None` for no request."""
-    if not requests:
-        return None
-    if requests == tuple(range(requests[0], requests[-1] + 1)):
+def _rows_of(plan: Plan, requests: Sequence[int]) -> slice | torch.Tensor:
+    """Rows of requests, ascending: a slice where they stand behind one another."""
+    if list(requests) == list(range(requests[0], requests[-1] + 1)):
         return slice(plan.row_starts[requests[0]], plan.row_starts[requests[-1] + 1])
     rows = [row for index in requests for row in range(*plan.rows(index).indices(plan.num_rows))]
     return torch.tensor(rows)

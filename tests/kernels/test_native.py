@@ -77,6 +77,16 @@ def test_no_compiler_is_no_failure(
 
 
 @can_build
+def test_a_cache_that_cannot_be_written_is_no_failure(
+    empty_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Set-up goes on: the command names the path and succeeds."""
+    (empty_cache / "cartridge-router").write_bytes(b"")
+    assert native.main() == 0
+    assert str(empty_cache / "cartridge-router") in capsys.readouterr().out
+
+
+@can_build
 def test_a_source_that_does_not_compile(empty_cache: Path) -> None:
     """The compiler's words come back, and nothing stays behind."""
     with (

@@ -15,7 +15,9 @@
 
 enum { FLOAT32, BFLOAT16, FLOAT16, E4M3 };
 enum { NO_SCALE, BY_HEAD, BY_CHANNEL, BY_PAGE };
-enum { TILE = 64, ROWS = 96, PANEL = 16 };
+enum { TILE = 128, ROWS = 96, PANEL = 16 };
+/* Lines of a panel lie in different sets of the cache. */
+enum { KEY_ROW = TILE + PANEL };
 #define E4M3_FACTOR 256.0f /* what an e4m3 code at the place of a float16 is too small by: 2^(15-7) */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -49,26 +51,37 @@ INLINE __m256 load8(const char *from, int dtype) {
 
 INLINE int64_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : dtype == E4M3 ? 1 : 2; }
 
+INLINE float load1(const char *from, int dtype) {
+  char one[32] = {0};
+  memcpy(one, from, size_of(dtype));
+  return _mm256_cvtss_f32(load8(one, dtype));
+}
+
 /* `count` numbers, `stride` bytes apart, to float32. */
-INLINE void convert_as(float *to, const char *from, int64_t count, int64_t stride, int dtype) {
+INLINE void convert(float *to, const char *from, int64_t count, int64_t stride, int dtype) {
   int64_t size = size_of(dtype), i = 0;
   if (stride == size)
     for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, load8(from + i * size, dtype));
-  for (; i < count; i++) {
-    char one[32] = {0};
-    float wide[8];
-    memcpy(one, from + i * stride, size);
-    _mm256_storeu_ps(wide, load8(one, dtype));
-    to[i] = wide[0];
-  }
+  for (; i < count; i++) to[i] = load1(from + i * stride, dtype);
 }
 
-static void convert(float *to, const char *from, int64_t count, int64_t stride, int64_t dtype) {
-  switch (dtype) {
-    case FLOAT32: convert_as(to, from, count, stride, FLOAT32); break;
-    case BFLOAT16: convert_as(to, from, count, stride, BFLOAT16); break;
-    case FLOAT16: convert_as(to, from, count, stride, FLOAT16); break;
-    default: convert_as(to, from, count, stride, E4M3);
+/* Eight rows of eight numbers, `stride` bytes apart, to eight columns. */
+INLINE void transpose8(float *to, const char *from, int64_t stride, int dtype) {
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; i++) a[i] = load8(from + i * stride, dtype);
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xEE);
+    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
+  }
+  for (int i = 0; i < 4; i++) {
+    _mm256_storeu_ps(to + i * KEY_ROW, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * KEY_ROW, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
   }
 }
 
@@ -156,38 +169,51 @@ static void soften(float *scores, int64_t seen, int64_t width, float *largest, f
   for (int i = 0; i < 8; i++) *total += lanes[i];
 }
 
-INLINE const char *row_at(const Storage *s, const int64_t *pages, int64_t head, int64_t row) {
-  return s->data + pages[row / s->page_rows] * s->page_stride + head * s->head_stride +
-         row % s->page_rows * s->row_stride;
+/* Rows that lie in one page, `from` on, as columns: to[dim][KEY_ROW]. */
+INLINE void columns_as(float *to, const char *from, const Storage *s, int64_t rows, int64_t dim,
+                       int dtype) {
+  int64_t size = size_of(dtype), row = 0;
+  if (s->row_stride == size) { /* they lie as columns already */
+    for (int64_t d = 0; d < dim; d++)
+      convert(to + d * KEY_ROW, from + d * s->column_stride, rows, size, dtype);
+    return;
+  }
+  if (s->column_stride == size && dim % 8 == 0)
+    for (; row + 8 <= rows; row += 8)
+      for (int64_t d = 0; d < dim; d += 8)
+        transpose8(to + d * KEY_ROW + row, from + row * s->row_stride + d * size, s->row_stride,
+                   dtype);
+  for (; row < rows; row++)
+    for (int64_t d = 0; d < dim; d++)
+      to[d * KEY_ROW + row] = load1(from + row * s->row_stride + d * s->column_stride, dtype);
 }
 
-/* Keys [first, first + count) of a head as columns: to[dim][TILE]. */
-static void load_keys(float *to, float *line, const Storage *s, const int64_t *pages, int64_t head,
-                      int64_t first, int64_t count, int64_t dim) {
-  int64_t done = 0;
-  while (done < count) {
-    int64_t row = first + done, run = s->page_rows - row % s->page_rows;
-    const char *from = row_at(s, pages, head, row);
-    if (run > count - done) run = count - done;
-    if (s->row_stride == size_of(s->dtype)) {
-      for (int64_t d = 0; d < dim; d++)
-        convert(to + d * TILE + done, from + d * s->column_stride, run, s->row_stride, s->dtype);
-    } else {
-      /* Eight rows at a time, so that whole vectors are written. */
-      for (int64_t r = 0; r < run; r += 8) {
-        int64_t some = run - r < 8 ? run - r : 8;
-        for (int64_t i = 0; i < some; i++)
-          convert(line + i * dim, from + (r + i) * s->row_stride, dim, s->column_stride, s->dtype);
-        for (int64_t d = 0; d < dim; d++)
-          for (int64_t i = 0; i < some; i++) to[d * TILE + done + r + i] = line[i * dim + d];
-      }
-    }
-    done += run;
+/* The same as rows: to[rows][width]. */
+INLINE void rows_as(float *to, const char *from, const Storage *s, int64_t rows, int64_t dim,
+                    int64_t width, int dtype) {
+  for (int64_t row = 0; row < rows; row++)
+    convert(to + row * width, from + row * s->row_stride, dim, s->column_stride, dtype);
+}
+
+/* Rows [first, first + count) of a head, page by page; as columns where `width` is 0. */
+static void load(float *to, const Storage *s, const int64_t *pages, int64_t head, int64_t first,
+                 int64_t count, int64_t dim, int64_t width) {
+  for (int64_t done = 0, run; done < count; done += run) {
+    int64_t page = (first + done) / s->page_rows, row = (first + done) % s->page_rows;
+    const char *from = s->data + pages[page] * s->page_stride + head * s->head_stride +
+                       row * s->row_stride;
+    run = s->page_rows - row < count - done ? s->page_rows - row : count - done;
+#define LOAD(type)                                                    \
+  case type:                                                          \
+    if (width) rows_as(to + done * width, from, s, run, dim, width, type); \
+    else columns_as(to + done, from, s, run, dim, type);              \
+    break
+    switch (s->dtype) { LOAD(FLOAT32); LOAD(BFLOAT16); LOAD(FLOAT16); LOAD(E4M3); }
   }
 }
 
 typedef struct {
-  float *queries, *output, *largest, *total, *scores, *keys, *values, *line;
+  float *queries, *output, *largest, *total, *scores, *keys, *values;
 } Work;
 
 /* One part for one KV head: unnormalised sums of its rows into `work`. */
@@ -198,17 +224,14 @@ static void attend_part(const Part *part, const Storage *ks, const Storage *vs, 
   for (int64_t first = 0; first < part->num_tokens; first += TILE) {
     int64_t count = part->num_tokens - first < TILE ? part->num_tokens - first : TILE;
     int64_t width = (count + PANEL - 1) / PANEL * PANEL;
-    load_keys(work->keys, work->line, ks, part->key_pages, head, part->first_key + first, count,
-              dim);
-    for (int64_t i = 0; i < count; i++)
-      convert(work->values + i * value_width,
-              row_at(vs, part->value_pages, head, part->first_value + first + i), value_dim,
-              vs->column_stride, vs->dtype);
+    load(work->keys, ks, part->key_pages, head, part->first_key + first, count, dim, 0);
+    load(work->values, vs, part->value_pages, head, part->first_value + first, count, value_dim,
+         value_width + PANEL);
     for (int64_t row = 0; row < rows; row += ROWS) {
       int64_t some = rows - row < ROWS ? rows - row : ROWS;
       /* The last row sees most. */
       if (part->is_causal && part->first_seen + (row + some - 1) / group + 1 <= first) continue;
-      product(some, width, dim, work->queries + row * dim, dim, work->keys, TILE, work->scores,
+      product(some, width, dim, work->queries + row * dim, dim, work->keys, KEY_ROW, work->scores,
               TILE, 0);
       for (int64_t i = row; i < row + some; i++) {
         float *scores = work->scores + (i - row) * TILE;
@@ -220,7 +243,7 @@ static void attend_part(const Part *part, const Storage *ks, const Storage *vs, 
             scores[t] *=
                 part->scale[(part->first_value + first + t) / vs->page_rows * heads + head];
       }
-      product(some, value_width, count, work->scores, TILE, work->values, value_width,
+      product(some, value_width, count, work->scores, TILE, work->values, value_width + PANEL,
               work->output + row * value_width, value_width, 1);
     }
   }
@@ -270,14 +293,14 @@ int cartridge_attend(const Storage *storages, const Part *parts, int64_t num_par
   for (int64_t p = 0; p < num_parts; p++)
     if (parts[p].num_rows > most_rows) most_rows = parts[p].num_rows;
   int64_t most = most_rows * group;
-  int64_t sizes[] = {most * dim, most * value_width, most, most, ROWS * TILE, dim * TILE,
-                     TILE * value_width, 8 * dim, value_dim};
+  int64_t sizes[] = {most * dim, most * value_width, most, most, ROWS * TILE, dim * KEY_ROW,
+                     TILE * (value_width + PANEL), value_dim};
   int64_t needed = 0;
-  for (int i = 0; i < 9; i++) needed += (sizes[i] + 15) / 16 * 16;
-  float *room = aligned_alloc(64, needed * sizeof(float)), *next = room, *at[9];
+  for (int i = 0; i < 8; i++) needed += (sizes[i] + 15) / 16 * 16;
+  float *room = aligned_alloc(64, needed * sizeof(float)), *next = room, *at[8];
   if (!room) return 1;
-  for (int i = 0; i < 9; i++) at[i] = next, next += (sizes[i] + 15) / 16 * 16;
-  Work work = {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]};
+  for (int i = 0; i < 8; i++) at[i] = next, next += (sizes[i] + 15) / 16 * 16;
+  Work work = {at[0], at[1], at[2], at[3], at[4], at[5], at[6]};
   /* Columns after the last number are computed and never read; let them be numbers. */
   memset(work.keys, 0, sizes[5] * sizeof(float));
   memset(work.values, 0, sizes[6] * sizeof(float));
@@ -296,8 +319,8 @@ int cartridge_attend(const Storage *storages, const Part *parts, int64_t num_par
       memset(work.output, 0, rows * value_width * sizeof(float));
       attend_part(part, storages + part->keys, storages + part->values, &work, head, kv_heads,
                   group, dim, value_dim, value_width);
-      scale_of(at[8], part, storages[part->values].dtype, head, value_dim);
-      join(part, &work, at[8], head, num_heads, group, value_dim, value_width, output, lse, totals);
+      scale_of(at[7], part, storages[part->values].dtype, head, value_dim);
+      join(part, &work, at[7], head, num_heads, group, value_dim, value_width, output, lse, totals);
     }
   for (int64_t i = 0; i < places; i++) {
     if (totals[i] == 0.0f) continue;
