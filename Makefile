@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-copies bench-engine bench-gateway bench-kernels bench-placement bench-prediction bench-quality bench-selection loadtest screenshot generate lock
+.PHONY: help setup demo up test test-all check lint types imports bench-codecs bench-copies bench-engine bench-gateway bench-kernels bench-packed bench-placement bench-prediction bench-quality bench-selection loadtest screenshot generate lock
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ bench-gateway: setup ## What a request costs in the gateway, beside its peers
 
 bench-kernels: setup ## What attention over shared documents costs on a CPU, beside vLLM's
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_kernels $(ARGS)
+
+bench-packed: setup ## What packed Cartridges take and cost on a real engine, beside plain slots
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_packed $(ARGS)
 
 bench-placement: setup ## What placement wins, in simulated fleets, and what a decision costs
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_placement $(ARGS)

@@ -1,0 +1,186 @@
+"""`make bench-packed`: what packed Cartridges take and cost on a real engine, beside plain slots.
+
+Owns two engines of the demo's model, one after the other: packed into KV blocks, and read in place.
+Refuses wall time: CPU seconds of the engine's processes, each kind of prefix in turn, in one run.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_model
+from cartridge_engine_ext.packed_layout import PACKED_WORKER
+from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, Values, full_layers
+from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
+from cartridge_proto import names
+from cartridge_proto.digest import Digest
+from cartridge_proto.residency import Tier
+from tests.benchmarks.bench_engine import Row, say
+from tests.benchmarks.process_costs import cpu_s
+from tests.integration.fleet import (
+    LIVE_PROMPT,
+    Fleet,
+    at_once,
+    document_tokens,
+)
+from tests.integration.running_fleet import running_fleet
+from tests.integration.tiny_fleet import rows as residency
+
+BLOCK_SIZE = 128
+MAX_MODEL_LEN = 4608
+NUM_NEW_TOKENS = 48
+NUM_REPEATS = 3
+KINDS = {
+    "k16v8": Recipe(Keys.BFLOAT16, Values.E4M3),
+    "bf16": Recipe(Keys.BFLOAT16, Values.BFLOAT16),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU seconds for one generated token, and bytes that the prefix takes in HBM."""
+
+    token_s: float
+    hbm_bytes: int | None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure everything; 1 when a target was missed."""
+    parser = argparse.ArgumentParser(prog="make bench-packed", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/packed.json"))
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--readers", type=int, nargs="+", default=[1, 8])
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    found: dict[tuple[str, int], Cost] = {}
+    with engine() as fleet:
+        put_all(fleet, given.tokens)
+        for num_readers in given.readers:
+            costs = in_turn(fleet, ["plain", *KINDS], num_readers)
+            found |= {(name, num_readers): cost for name, cost in costs.items()}
+    with engine(attend_in_place=True) as fleet:
+        put_all(fleet, given.tokens)
+        for num_readers in given.readers:
+            costs = in_turn(fleet, ["k16v8"], num_readers)
+            found["k16v8 in place", num_readers] = costs["k16v8"]
+    rows = rows_of(found, given.tokens, given.readers)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    for row in sorted(rows, key=lambda row: row.ok is not False):
+        say(row)
+    return int(any(row.ok is False for row in rows))
+
+
+@contextmanager
+def engine(**extra: Any) -> Iterator[Fleet]:
+    """An engine whose worker reads packed prefixes."""
+    with running_fleet(
+        Path(tempfile.mkdtemp(prefix="cartridge-bench-")),
+        prepare_demo_model(default_model_dir()),
+        max_model_len=MAX_MODEL_LEN,
+        arguments=["--block-size", str(BLOCK_SIZE), "--worker-cls", PACKED_WORKER],
+        with_probe=False,
+        **extra,
+    ) as fleet:
+        yield fleet
+
+
+def put_all(fleet: Fleet, num_tokens: int) -> None:
+    """One document in each representation; `plain` is K16/V8's numbers in float32."""
+    source = fleet.put("source", document_tokens(num_tokens, seed=5))
+    quantiser = Quantiser(model_dir=fleet.model_dir, store=fleet.store, say=lambda line: None)
+    for name, recipe in KINDS.items():
+        built = quantiser.quantise(Digest(source.digest), recipe, name=name, version="1")
+        fleet.wait_for_catalog(f"{name}@1", built.digest)
+    small = fleet.store.read_manifest(fleet.store.resolve("k16v8@1"))
+    layers = full_layers(fleet.tensors(small), small.geometry.num_layers)
+    tensors = {}
+    for index, (keys, values) in enumerate(layers):
+        tensors[f"layers.{index}.k"], tensors[f"layers.{index}.v"] = keys, values
+    with torch.inference_mode():
+        probe = reference_probe(fleet.builder._model, filled_cache(layers), LIVE_PROMPT)
+    fleet.put_tensors("plain", source.manifest, tensors, probe)
+
+
+def in_turn(fleet: Fleet, cartridges: Sequence[str], num_readers: int) -> dict[str, Cost]:
+    """Each Cartridge read by so many requests at once, again and again; medians."""
+    seconds: dict[str, list[float]] = {name: [] for name in cartridges}
+    for name in cartridges:
+        fleet.complete(LIVE_PROMPT, [f"{name}@1"], num_new_tokens=1)
+    for _ in range(NUM_REPEATS):
+        for name in cartridges:
+            calls = [
+                partial(
+                    fleet.complete,
+                    [*LIVE_PROMPT, 1000 + reader],
+                    [f"{name}@1"],
+                    num_new_tokens=NUM_NEW_TOKENS,
+                )
+                for reader in range(num_readers)
+            ]
+            before_s = cpu_s(fleet.engine.popen.pid)
+            at_once(calls)
+            spent_s = cpu_s(fleet.engine.popen.pid) - before_s
+            seconds[name].append(spent_s / (num_readers * NUM_NEW_TOKENS))
+    return {
+        name: Cost(statistics.median(values), hbm_bytes(fleet, name))
+        for name, values in seconds.items()
+    }
+
+
+def hbm_bytes(fleet: Fleet, name: str) -> int | None:
+    """What the residency map says a Cartridge alone takes in HBM; `None` = no row."""
+    answer = fleet.complete(LIVE_PROMPT, [f"{name}@1"], num_new_tokens=1)
+    record = residency(fleet).get(answer.headers[names.HEADER_DIGEST])
+    return record.size_bytes if record is not None and record.tier is Tier.HBM else None
+
+
+def rows_of(
+    found: dict[tuple[str, int], Cost], num_tokens: int, readers: Sequence[int]
+) -> list[Row]:
+    """Ratios to plain slots, and to BF16."""
+    rows = []
+    for num_readers in readers:
+        plain = found["plain", num_readers]
+        against = (
+            f"plain float32 slots of the same numbers, {num_tokens} tokens, vLLM's kernel: "
+            f"{plain.token_s * 1000:.1f} ms"
+        )
+        rows += [
+            Row(
+                f"CPU of a token/{num_readers} readers/{name}",
+                found[name, num_readers].token_s / plain.token_s,
+                "of 1",
+                None,
+                None,
+                against,
+            )
+            for name in (*KINDS, "k16v8 in place")
+        ]
+    first = readers[0]
+    small, half, full = (found[name, first].hbm_bytes for name in ("k16v8", "bf16", "plain"))
+    if small is not None and half is not None and full is not None:
+        ratio = small / half
+        rows += [
+            Row("HBM/k16v8", ratio, "of 1", "<= 0.76", ratio <= 0.76, f"BF16, {half} bytes"),
+            Row("HBM/bf16", half / full, "of 1", None, None, f"float32 slots, {full} bytes"),
+        ]
+    else:
+        rows.append(Row("HBM/k16v8", float("nan"), "of 1", "<= 0.76", False, "no row on the map"))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
