@@ -31,12 +31,16 @@ class InPlaceSegment:
             place = reference.dtype, reference.shape, reference.begin, reference.end
             return tensor_view(mapped[key], *place)[heads]
 
+        # The same object on all layers: kernels prepare what depends on page ids once for each.
+        page = torch.zeros(1, dtype=torch.int64)
+
+        def rows(whole: torch.Tensor) -> PagedRows:
+            return PagedRows(whole[None], page)
+
         self._layers = [
             SegmentTensors(
-                PagedRows.whole(
-                    rotary[layer].move(tensor(segment.keys[layer]), segment.num_positions)
-                ),
-                PagedRows.whole(tensor(segment.values[layer])),
+                rows(rotary[layer].move(tensor(segment.keys[layer]), segment.num_positions)),
+                rows(tensor(segment.values[layer])),
                 tensor(segment.value_scales[layer]) if segment.value_scales else None,
             )
             for layer in range(len(segment.keys))
@@ -61,29 +65,27 @@ class InPlaceSegments:
         """Map what is not mapped yet; a request begins to use it.
 
         Raises:
-            OSError: the memory is gone.
+            OSError: the memory of some segment is gone; none is in use by this call then.
         """
-        for segment in prefix.segments:
-            key = _key(segment)
-            if key not in self._segments:
-                self._segments[key] = InPlaceSegment(segment, self._rotary, self._heads)
-            self._num_users[key] += 1
+        mapped = {
+            segment.place: InPlaceSegment(segment, self._rotary, self._heads)
+            for segment in prefix.segments
+            if segment.place not in self._segments
+        }
+        self._segments.update(mapped)
+        self._num_users.update(segment.place for segment in prefix.segments)
 
     def release(self, prefix: InPlacePrefix) -> None:
         """A request is over; what no other uses is unmapped."""
         for segment in prefix.segments:
-            key = _key(segment)
-            self._num_users[key] -= 1
-            if not self._num_users[key]:
-                del self._segments[key], self._num_users[key]
+            place = segment.place
+            self._num_users[place] -= 1
+            if not self._num_users[place]:
+                del self._segments[place], self._num_users[place]
 
     def segment(self, segment: Segment) -> InPlaceSegment:
         """One that is in use."""
-        return self._segments[_key(segment)]
+        return self._segments[segment.place]
 
     def __len__(self) -> int:
         return len(self._segments)
-
-
-def _key(segment: Segment) -> tuple[str, int]:
-    return segment.digest, segment.num_positions

@@ -7,6 +7,7 @@ vLLM makes its model runner, metadata builder and attention layers itself and gi
 connectors, so they meet in this module's one object, `STEPS`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -177,14 +178,13 @@ class PackedSteps:
         self, prefixes: Mapping[str, PackedPrefix | InPlacePrefix], finished: Iterable[str]
     ) -> None:
         """Requests that are over, and requests that got their prefix, some of them once more."""
-        for request_id in finished:
-            self._forget(request_id)
-        for request_id, prefix in prefixes.items():
+        for prefix in prefixes.values():
             if isinstance(prefix, InPlacePrefix):
-                # Before the old one goes: what both use stays mapped.
+                # Before any goes: what both use stays mapped.
                 self.in_place.acquire(prefix)
+        for request_id in (*finished, *prefixes):
             self._forget(request_id)
-            self._prefixes[request_id] = prefix
+        self._prefixes.update(prefixes)
 
     def _forget(self, request_id: str) -> None:
         prefix = self._prefixes.pop(request_id, None)
@@ -266,9 +266,11 @@ class _StepSegments:
         """Where the segments of a prefix, packed into these blocks, stand in the lists."""
         if isinstance(prefix, InPlacePrefix):
             found: list[int] = []
-            for place, segment in enumerate(prefix.segments):
+            num_named: Counter[tuple[str, int]] = Counter()
+            for segment in prefix.segments:
                 # One that a request names twice is read twice, as two are.
-                key = segment, prefix.segments[:place].count(segment)
+                key = segment.place, num_named[segment.place]
+                num_named[segment.place] += 1
                 found += self._added(key, partial(self._mapped, segment))
             return tuple(found)
 

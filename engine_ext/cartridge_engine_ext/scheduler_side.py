@@ -275,7 +275,7 @@ class SchedulerSide:
         if not isinstance(tracked, _VirtualRequest):
             return 0, False
         if tracked.is_in_place:
-            return (0, False) if self._is_in_dram(request, tracked) else (None, False)
+            return self._matched_in_place(request, tracked)
         missing = max(0, tracked.num_slots - num_computed_tokens)
         if missing and tracked.refusal is None:
             try:
@@ -293,17 +293,23 @@ class SchedulerSide:
         tracked.end_wait()
         return missing, missing > 0
 
-    def _is_in_dram(self, request: "Request", tracked: _VirtualRequest) -> bool:
-        """Whether a prefix can be read in place; a refused one becomes a request that fails."""
-        try:
-            if self._is_loaded(tracked):
-                tracked.end_wait()
-                return True
-        except Refusal as refusal:
-            self._doom(request, refusal, request.kv_transfer_params or {})
-        else:
-            tracked.begin_wait()
-        return False
+    def _matched_in_place(
+        self, request: "Request", tracked: _VirtualRequest
+    ) -> tuple[int | None, bool]:
+        """Nothing to load once all is in dram; one token of a refused request, to fail it by."""
+        if tracked.refusal is None:
+            try:
+                if not self._is_loaded(tracked):
+                    tracked.begin_wait()
+                    return None, False
+            except Refusal as refusal:
+                logger.warning("request %s refused: %s", request.request_id, refusal)
+                tracked.refusal = refusal
+                _empty(request)
+                # What vLLM found in its prefix cache was for the prompt that it had.
+                return None, False
+        tracked.end_wait()
+        return (0, False) if tracked.refusal is None else (1, True)
 
     def after_allocation(
         self,
@@ -553,7 +559,7 @@ class SchedulerSide:
         )
 
     def _doom(self, request: "Request", refusal: Refusal, params: dict[str, Any]) -> None:
-        """Let a request fail without its prompt being run: two tokens, the first one 'external'."""
+        """Let a request fail without its prompt being run."""
         logger.warning("request %s refused: %s", request.request_id, refusal)
         before = self._tracked.get(request.request_id)
         if isinstance(before, _VirtualRequest):
@@ -565,14 +571,7 @@ class SchedulerSide:
             request.trace_headers,
             is_proof=self._is_self_test(params),
         )
-        request.prompt_token_ids = [0, 0]
-        request.num_prompt_tokens = 2
-        request._all_token_ids[:] = [0, 0]  # noqa: SLF001
-        request.mm_features.clear()
-        request.prompt_embeds = None
-        # Otherwise vLLM would not ask for external tokens, and the request would not fail.
-        request.skip_reading_prefix_cache = False
-        _rehash(request, secrets.token_hex(16))
+        _empty(request)
 
     # --- scheduling ----------------------------------------------------------------------------
     def _is_coming(self, request: "Request", num_missing_tokens: int) -> bool:
@@ -651,10 +650,11 @@ class SchedulerSide:
     ) -> None:
         """Plan what of the prefix is not there, from position `first` on."""
         stop = tracked.num_slots
-        start = stop - num_external_tokens
+        # A token by which a refused request fails is none of its prefix.
+        start = max(0, stop - num_external_tokens)
         if tracked.packed is not None:
             self._plan.prefixes[request.request_id] = tracked.packed
-        elif tracked.is_in_place:
+        elif tracked.is_in_place and tracked.refusal is None:
             self._plan.prefixes[request.request_id] = InPlacePrefix(self._segments(tracked))
         if tracked.num_reused_slots is None:
             tracked.num_reused_slots = start
@@ -771,6 +771,18 @@ class SchedulerSide:
 
 _PACKED = ":packed"
 """Behind the salt of packed blocks, which hold something else than plain ones of that salt."""
+
+
+def _empty(request: "Request") -> None:
+    """Leave nothing of a prompt to be run: two tokens, so that the first one can be 'external'."""
+    request.prompt_token_ids = [0, 0]
+    request.num_prompt_tokens = 2
+    request._all_token_ids[:] = [0, 0]  # noqa: SLF001 - DESIGN section 6
+    request.mm_features.clear()
+    request.prompt_embeds = None
+    # Otherwise vLLM would not ask for external tokens, and the request would not fail.
+    request.skip_reading_prefix_cache = False
+    _rehash(request, secrets.token_hex(16))
 
 
 def _rehash(request: "Request", salt: str) -> None:

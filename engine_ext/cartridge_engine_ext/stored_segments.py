@@ -35,6 +35,11 @@ class Segment:
     values: tuple[TensorReference, ...]
     value_scales: tuple[TensorReference, ...] = ()
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """What tells it from others: bytes, and where they stand. Cheap to compare."""
+        return self.digest, self.num_positions
+
 
 @dataclass(frozen=True)
 class InPlacePrefix:
