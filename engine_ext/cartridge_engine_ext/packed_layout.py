@@ -16,7 +16,9 @@ from typing import Final
 from cartridge_proto.manifest import ITEM_BYTES
 
 PACKED_WORKER: Final = "cartridge_engine_ext.packed_worker.PackedCpuWorker"
-"""What vLLM's `--worker-cls` must be for packed prefixes."""
+"""What vLLM's `--worker-cls` must be for packed prefixes, on a CPU."""
+PACKED_GPU_WORKER: Final = "cartridge_engine_ext.packed_gpu_worker.PackedGpuWorker"
+"""The same on an NVIDIA GPU."""
 _ALIGNED_TO: Final = 4
 """Bytes of the widest element: parts begin at a multiple of a row of such elements."""
 

@@ -38,7 +38,7 @@ from cartridge_engine_ext.kv_hints import KvHints
 from cartridge_engine_ext.layout_probe import Captured
 from cartridge_engine_ext.nvme_source import NvmeSource
 from cartridge_engine_ext.nvme_tier import NvmeTier
-from cartridge_engine_ext.packed_layout import PACKED_WORKER, CacheGeometry
+from cartridge_engine_ext.packed_layout import PACKED_GPU_WORKER, PACKED_WORKER, CacheGeometry
 from cartridge_engine_ext.payload import DTYPE_NAMES
 from cartridge_engine_ext.residency_ledger import ResidencyLedger
 from cartridge_engine_ext.residency_publisher import ResidencyPublisher, new_epoch
@@ -106,7 +106,9 @@ def check_engine_flags(config: "VllmConfig") -> None:
     if config.speculative_config is not None:
         problems.append("speculative decoding is not supported with Cartridges in this version")
     settings = parse_settings(transfer.kv_connector_extra_config) if transfer else None
-    if settings is not None and settings.attend_in_place and not has_packed_worker(config):
+    # On a GPU queries would have to come to the memory.
+    is_able = parallel.worker_cls == PACKED_WORKER
+    if settings is not None and settings.attend_in_place and not is_able:
         problems.append(f"attend_in_place needs --worker-cls {PACKED_WORKER}")
     if problems:
         raise ConfigurationError("; ".join(problems))
@@ -177,8 +179,7 @@ def make_worker_side(config: "VllmConfig", num_cache_blocks: int) -> WorkerSide:
 
 def has_packed_worker(config: "VllmConfig") -> bool:
     """Whether the engine was started with the worker that can read packed prefixes."""
-    name: object = config.parallel_config.worker_cls
-    return name == PACKED_WORKER
+    return config.parallel_config.worker_cls in (PACKED_WORKER, PACKED_GPU_WORKER)
 
 
 def _packed_cache(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> CacheGeometry | None:
@@ -190,9 +191,9 @@ def _packed_cache(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Cac
     kinds = set(geometry.layer_kinds)
     if kinds != {LayerKind.FULL} or geometry.head_dim_k != geometry.head_dim_v:
         raise ConfigurationError(
-            f"--worker-cls {PACKED_WORKER}: layers of kinds {sorted(kinds)} with keys of "
-            f"{geometry.head_dim_k} and values of {geometry.head_dim_v} numbers cannot read packed "
-            "prefixes; start the engine without it"
+            f"--worker-cls {config.parallel_config.worker_cls}: layers of kinds {sorted(kinds)} "
+            f"with keys of {geometry.head_dim_k} and values of {geometry.head_dim_v} numbers "
+            "cannot read packed prefixes; start the engine without it"
         )
     return CacheGeometry(spec.block_size, geometry.head_dim_k, DTYPE_NAMES[spec.dtype])
 

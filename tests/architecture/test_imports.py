@@ -24,8 +24,8 @@ FOLDERS = {"engine_ext", "kernels", "loadtest", "policies", "proto", "router"}
 NEED_VLLM = {
     f"cartridge_engine_ext.{name}"
     for name in (
-        *("connector", "load_plan", "packed_worker", "plugin", "scheduler_side"),
-        *("segment_attention", "stats", "worker_side"),
+        *("connector", "cpu_attention", "gpu_attention", "load_plan", "packed_gpu_worker"),
+        *("packed_runner", "packed_worker", "plugin", "scheduler_side", "stats", "worker_side"),
     )
 }
 SKIPPED = NEED_VLLM | {
