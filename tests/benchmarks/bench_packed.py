@@ -23,6 +23,7 @@ from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_mode
 from cartridge_engine_ext.packed_layout import PACKED_WORKER
 from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, Values, full_layers
 from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
+from cartridge_kernels.rope import default_inverse_frequencies
 from cartridge_proto import names
 from cartridge_proto.digest import Digest
 from cartridge_proto.residency import Tier
@@ -30,7 +31,9 @@ from tests.benchmarks.bench_engine import Row, say
 from tests.benchmarks.process_costs import cpu_s
 from tests.integration.fleet import (
     LIVE_PROMPT,
+    TOLERANCE,
     Fleet,
+    PrefixReference,
     at_once,
     document_tokens,
 )
@@ -67,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     found: dict[tuple[str, int], Cost] = {}
     with engine() as fleet:
         put_all(fleet, given.tokens)
+        difference = against_transformers(fleet)
         for num_readers in given.readers:
             costs = in_turn(fleet, ["plain", *KINDS], num_readers)
             found |= {(name, num_readers): cost for name, cost in costs.items()}
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         for num_readers in given.readers:
             costs = in_turn(fleet, ["k16v8"], num_readers)
             found["k16v8 in place", num_readers] = costs["k16v8"]
-    rows = rows_of(found, given.tokens, given.readers)
+    rows = [difference, *rows_of(found, given.tokens, given.readers)]
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     for row in sorted(rows, key=lambda row: row.ok is not False):
@@ -112,6 +116,37 @@ def put_all(fleet: Fleet, num_tokens: int) -> None:
     with torch.inference_mode():
         probe = reference_probe(fleet.builder._model, filled_cache(layers), LIVE_PROMPT)
     fleet.put_tensors("plain", source.manifest, tensors, probe)
+
+
+def against_transformers(fleet: Fleet) -> Row:
+    """Two K16/V8 Cartridges and one BF16 in one request, through the gateway."""
+    quantiser = Quantiser(model_dir=fleet.model_dir, store=fleet.store, say=lambda line: None)
+    parts, aliases = [], []
+    for index, kind in enumerate(("k16v8", "bf16", "k16v8")):
+        source = fleet.put(
+            f"part-{index}-exact", document_tokens(400 + 70 * index, seed=50 + index)
+        )
+        built = quantiser.quantise(
+            Digest(source.digest), KINDS[kind], name=f"part-{index}", version="1"
+        )
+        fleet.wait_for_catalog(f"part-{index}@1", built.digest)
+        geometry = built.manifest.geometry
+        parts.append(full_layers(fleet.tensors(built.manifest), geometry.num_layers))
+        aliases.append(f"part-{index}@1")
+    answer = fleet.complete(LIVE_PROMPT, aliases)
+    frequencies = default_inverse_frequencies(built.manifest.rope.theta, geometry.head_dim_k)
+    reference = PrefixReference(fleet.builder._model, frequencies)
+    choices, logprobs = reference.logprobs(parts, LIVE_PROMPT, answer.token_ids)
+    difference = max(abs(a - b) for a, b in zip(logprobs, answer.logprobs, strict=True))
+    is_equal = tuple(choices) == answer.token_ids and difference <= TOLERANCE
+    return Row(
+        "two K16/V8 and one BF16: logprobs",
+        difference,
+        "nats",
+        f"<= {TOLERANCE}",
+        is_equal,
+        f"transformers on the same tensors, {len(choices)} greedy tokens",
+    )
 
 
 def in_turn(fleet: Fleet, cartridges: Sequence[str], num_readers: int) -> dict[str, Cost]:

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cartridge_engine_ext.build import Builder, Built, Source
 from cartridge_engine_ext.payload import pack_payload
+from cartridge_engine_ext.reference_probe import filled_cache
+from cartridge_kernels.rope import relocate_keys
 from cartridge_proto import names
 from cartridge_proto.codec import unseal
 from cartridge_proto.composition import cache_salt
@@ -364,3 +366,39 @@ class DenseReference:
             for mask in (visible, seen)
         )
         return {"full_attention": full, "sliding_attention": sliding} if len(kinds) > 1 else sliding
+
+
+class PrefixReference:
+    """Live tokens behind given keys and values, computed by transformers in float32."""
+
+    def __init__(self, model: Any, inverse_frequencies: torch.Tensor) -> None:
+        self._model, self._frequencies = model, inverse_frequencies
+
+    def logprobs(
+        self,
+        parts: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
+        live: Sequence[int],
+        answer: Sequence[int],
+    ) -> tuple[list[int], list[float]]:
+        """Greedy choices after each step of an answer, and the logprobs of its tokens.
+
+        `parts` are Cartridges by layer, each placed behind the one before, with keys that bfloat16
+        holds: moved ones are rounded to it again, once, as the engine does.
+        """
+        offsets = [
+            sum(part[0][0].shape[1] for part in parts[:index]) for index in range(len(parts))
+        ]
+        layers = []
+        for layer in range(len(parts[0])):
+            keys = [
+                relocate_keys(part[layer][0].bfloat16(), offset, self._frequencies).float()
+                for part, offset in zip(parts, offsets, strict=True)
+            ]
+            values = [part[layer][1] for part in parts]
+            layers.append((torch.cat(keys, 1), torch.cat(values, 1)))
+        ids = torch.tensor([[*live, *answer]])
+        with torch.inference_mode():
+            logits = self._model(ids, past_key_values=filled_cache(layers)).logits[0]
+        steps = torch.log_softmax(logits[len(live) - 1 : -1], -1)
+        chosen = steps.gather(1, torch.tensor(list(answer))[:, None])[:, 0]
+        return steps.argmax(-1).tolist(), chosen.tolist()

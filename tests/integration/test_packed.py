@@ -14,7 +14,7 @@ import torch
 
 from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, Values, full_layers
 from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
-from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
+from cartridge_kernels.rope import default_inverse_frequencies
 from cartridge_proto.composition import (
     CompositionItem,
     CompositionMessage,
@@ -35,6 +35,7 @@ from tests.integration.fleet import (
     TOLERANCE,
     Answer,
     Fleet,
+    PrefixReference,
     at_once,
     document_tokens,
 )
@@ -42,6 +43,7 @@ from tests.integration.fleet import (
 pytestmark = pytest.mark.engine
 
 HEADS, DIM, LAYERS = 3, 64, 30
+THETA = 100_000.0
 K16V8 = Recipe(Keys.BFLOAT16, Values.E4M3)
 BF16 = Recipe(Keys.BFLOAT16, Values.BFLOAT16)
 NUM_TOKENS = 200
@@ -54,46 +56,9 @@ def quantiser(fleet: Fleet) -> Quantiser:
 
 
 @pytest.fixture(scope="module")
-def reference(fleet: Fleet) -> "PrefixReference":
+def reference(fleet: Fleet) -> PrefixReference:
     """Transformers on given keys and values."""
-    return PrefixReference(fleet.builder._model)
-
-
-class PrefixReference:
-    """Live tokens behind given keys and values, computed by transformers in float32."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def logprobs(
-        self,
-        parts: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
-        live: Sequence[int],
-        answer: Sequence[int],
-    ) -> tuple[list[int], list[float]]:
-        """Greedy choices after each step of an answer, and the logprobs of its tokens.
-
-        `parts` are Cartridges by layer, each placed behind the one before, with keys that bfloat16
-        holds: moved ones are rounded to it again, once, as the engine does.
-        """
-        frequencies = default_inverse_frequencies(100_000.0, DIM)
-        offsets = [
-            sum(part[0][0].shape[1] for part in parts[:index]) for index in range(len(parts))
-        ]
-        layers = []
-        for layer in range(LAYERS):
-            keys = [
-                relocate_keys(part[layer][0].bfloat16(), offset, frequencies).float()
-                for part, offset in zip(parts, offsets, strict=True)
-            ]
-            values = [part[layer][1] for part in parts]
-            layers.append((torch.cat(keys, 1), torch.cat(values, 1)))
-        ids = torch.tensor([[*live, *answer]])
-        with torch.inference_mode():
-            logits = self._model(ids, past_key_values=filled_cache(layers)).logits[0]
-        steps = torch.log_softmax(logits[len(live) - 1 : -1], -1)
-        chosen = steps.gather(1, torch.tensor(list(answer))[:, None])[:, 0]
-        return steps.argmax(-1).tolist(), chosen.tolist()
+    return PrefixReference(fleet.builder._model, default_inverse_frequencies(THETA, DIM))
 
 
 def put(
@@ -144,7 +109,7 @@ def test_packed_equals_the_same_numbers_in_plain_slots(
 
 
 def test_a_composition_of_two_k16v8_and_one_bf16(
-    fleet: Fleet, quantiser: Quantiser, reference: "PrefixReference"
+    fleet: Fleet, quantiser: Quantiser, reference: PrefixReference
 ) -> None:
     """Three Cartridges of two representations in one request equal the dense model on them.
 
