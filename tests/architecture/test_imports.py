@@ -23,7 +23,10 @@ PACKAGES = {
 FOLDERS = {"engine_ext", "kernels", "loadtest", "policies", "proto", "router"}
 NEED_VLLM = {
     f"cartridge_engine_ext.{name}"
-    for name in ("connector", "load_plan", "plugin", "scheduler_side", "stats", "worker_side")
+    for name in (
+        *("connector", "load_plan", "packed_worker", "plugin", "scheduler_side"),
+        *("segment_attention", "stats", "worker_side"),
+    )
 }
 SKIPPED = NEED_VLLM | {
     *("cartridge_loadtest.locustfile", "cartridge_loadtest.open_loop_locustfile"),
