@@ -277,7 +277,10 @@ class SchedulerSide:
         if tracked.is_in_place:
             return self._matched_in_place(request, tracked)
         missing = max(0, tracked.num_slots - num_computed_tokens)
-        if missing and tracked.refusal is None:
+        if not missing:
+            # Refused before, but vLLM had no blocks yet to fail it by, and another has loaded them.
+            tracked.refusal = None
+        elif tracked.refusal is None:
             try:
                 # A new layout changes what vLLM looked up in its prefix cache: it must ask again.
                 must_ask_again = (

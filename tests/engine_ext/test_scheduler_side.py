@@ -533,6 +533,20 @@ def test_a_load_past_its_deadline_fails_its_request(engine: Engine) -> None:
     assert "deadline_ms (1)" in receipt.detail
 
 
+def test_a_refused_request_whose_prefix_came_meanwhile_is_served(engine: Engine) -> None:
+    """VLLM had no blocks for it to fail by; when it asks again another has loaded the prefix."""
+    engine.store.gate.clear()
+    request = request_with(message_of([engine.put(num_tokens=BLOCK_SIZE)], deadline_ms=1))
+    engine.side.on_new_request(request)
+    assert engine.matched(request) == BLOCK_SIZE
+    assert engine.side.num_matched_tokens(request, BLOCK_SIZE) == (0, False)
+    engine.side.after_allocation(request, [3, 4], 0)
+    plan = engine.side.take_plan()
+    assert (plan.loads, plan.failures) == ([], [])
+    receipt = engine.end(request)
+    assert (receipt.status, receipt.reason) == (ReceiptStatus.SERVED, None)
+
+
 def test_a_quarantined_artifact_serves_nobody(engine: Engine) -> None:
     """What answered its probe otherwise is refused with that reason."""
     artifact = engine.put()
