@@ -43,7 +43,10 @@ from tests.integration.tiny_fleet import rows as residency
 BLOCK_SIZE = 128
 MAX_MODEL_LEN = 4608
 NUM_NEW_TOKENS = 48
-NUM_REPEATS = 3
+NUM_REPEATS = 5
+IN_PLACE = "k16v8 in place"
+ALONE = "no Cartridge"
+"""What each engine's figures are compared with: the question alone, on the same engine in turn."""
 KINDS = {
     "k16v8": Recipe(Keys.BFLOAT16, Values.E4M3),
     "bf16": Recipe(Keys.BFLOAT16, Values.BFLOAT16),
@@ -52,9 +55,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU seconds for one generated token, and bytes that the prefix takes in HBM."""
+    """CPU seconds for one generated token, as a part of those of the question alone, and bytes that
+    the prefix takes in HBM.
+    """
 
-    token_s: float
+    token: float
+    alone_s: float
     hbm_bytes: int | None
 
 
@@ -72,14 +78,14 @@ def main(arguments: Sequence[str]) -> int:
         put_all(fleet, given.tokens)
         difference = against_transformers(fleet)
         for num_readers in given.readers:
-            costs = in_turn(fleet, ["plain", *KINDS], num_readers)
+            costs = in_turn(fleet, [ALONE, "plain", *KINDS], num_readers)
             found |= {(name, num_readers): cost for name, cost in costs.items()}
     with engine(attend_in_place=True) as fleet:
         put_all(fleet, given.tokens)
         for num_readers in given.readers:
-            costs = in_turn(fleet, ["k16v8"], num_readers)
-            found["k16v8 in place", num_readers] = costs["k16v8"]
-    rows = [difference, *rows_of(found, given.tokens, given.readers)]
+            costs = in_turn(fleet, [ALONE, "k16v8"], num_readers)
+            found[IN_PLACE, num_readers] = costs["k16v8"]
+    rows = [difference, *rows_of(found, given.readers)]
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     for row in sorted(rows, key=lambda row: row.ok is not False):
@@ -153,14 +159,14 @@ def in_turn(fleet: Fleet, cartridges: Sequence[str], num_readers: int) -> dict[s
     """Each Cartridge read by so many requests at once, again and again; medians."""
     seconds: dict[str, list[float]] = {name: [] for name in cartridges}
     for name in cartridges:
-        fleet.complete(LIVE_PROMPT, [f"{name}@1"], num_new_tokens=1)
+        fleet.complete(LIVE_PROMPT, named(name), num_new_tokens=1)
     for _ in range(NUM_REPEATS):
         for name in cartridges:
             calls = [
                 partial(
                     fleet.complete,
                     [*LIVE_PROMPT, 1000 + reader],
-                    [f"{name}@1"],
+                    named(name),
                     num_new_tokens=NUM_NEW_TOKENS,
                 )
                 for reader in range(num_readers)
@@ -169,10 +175,16 @@ def in_turn(fleet: Fleet, cartridges: Sequence[str], num_readers: int) -> dict[s
             at_once(calls)
             spent_s = cpu_s(fleet.engine.popen.pid) - before_s
             seconds[name].append(spent_s / (num_readers * NUM_NEW_TOKENS))
+    alone_s = statistics.median(seconds.pop(ALONE))
     return {
-        name: Cost(statistics.median(values), hbm_bytes(fleet, name))
+        name: Cost(statistics.median(values) / alone_s, alone_s, hbm_bytes(fleet, name))
         for name, values in seconds.items()
     }
+
+
+def named(name: str) -> list[str]:
+    """The `cartridge_ids` of a kind."""
+    return [] if name == ALONE else [f"{name}@1"]
 
 
 def hbm_bytes(fleet: Fleet, name: str) -> int | None:
@@ -182,28 +194,15 @@ def hbm_bytes(fleet: Fleet, name: str) -> int | None:
     return record.size_bytes if record is not None and record.tier is Tier.HBM else None
 
 
-def rows_of(
-    found: dict[tuple[str, int], Cost], num_tokens: int, readers: Sequence[int]
-) -> list[Row]:
-    """Ratios to plain slots, and to BF16."""
+def rows_of(found: dict[tuple[str, int], Cost], readers: Sequence[int]) -> list[Row]:
+    """Ratios to the question alone, and to BF16."""
     rows = []
     for num_readers in readers:
-        plain = found["plain", num_readers]
-        against = (
-            f"plain float32 slots of the same numbers, {num_tokens} tokens, vLLM's kernel: "
-            f"{plain.token_s * 1000:.1f} ms"
-        )
-        rows += [
-            Row(
-                f"CPU of a token/{num_readers} readers/{name}",
-                found[name, num_readers].token_s / plain.token_s,
-                "of 1",
-                None,
-                None,
-                against,
-            )
-            for name in (*KINDS, "k16v8 in place")
-        ]
+        for name in ("plain", *KINDS, IN_PLACE):
+            cost = found[name, num_readers]
+            against = f"the question alone on the same engine: {cost.alone_s * 1000:.1f} ms"
+            title = f"CPU of a token/{num_readers} readers/{name}"
+            rows.append(Row(title, cost.token, "of 1", None, None, against))
     first = readers[0]
     small, half, full = (found[name, first].hbm_bytes for name in ("k16v8", "bf16", "plain"))
     if small is not None and half is not None and full is not None:
