@@ -55,11 +55,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU seconds for one generated token, as a part of those of the question alone, and bytes that
-    the prefix takes in HBM.
-    """
+    """What a kind of prefix costs; `hbm_bytes` is what it takes there."""
 
     token: float
+    """CPU time of one generated token, as a part of that of the question alone."""
     alone_s: float
     hbm_bytes: int | None
 
