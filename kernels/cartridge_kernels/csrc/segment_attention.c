@@ -344,6 +344,20 @@ static float exp2_one(float x) { /* minus infinity included */
   return x < -126.0f ? 0.0f : exp2f(x);
 }
 
+#ifdef __AVX512F__
+INLINE float largest_of(Vector x) { return _mm512_reduce_max_ps(x); }
+INLINE float sum_of(Vector x) { return _mm512_reduce_add_ps(x); }
+#else
+#define OF_LANES(name, join)                                                               \
+  INLINE float name(Vector x) {                                                            \
+    __m128 four = join##_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));       \
+    __m128 two = join##_ps(four, _mm_movehl_ps(four, four));                               \
+    return _mm_cvtss_f32(join##_ss(two, _mm_movehdup_ps(two)));                            \
+  }
+OF_LANES(largest_of, _mm_max)
+OF_LANES(sum_of, _mm_add)
+#endif
+
 /* One row of a tile: scores become weights relative to the row's maximum so far. */
 static void soften(float *scores, int64_t seen, int64_t width, float *largest, float *total,
                    float *output, int64_t value_width) {
@@ -354,9 +368,7 @@ static void soften(float *scores, int64_t seen, int64_t width, float *largest, f
   }
   Vector most = V(set1_ps)(*largest);
   for (int64_t i = 0; i < width; i += LANES) most = V(max_ps)(most, V(loadu_ps)(scores + i));
-  float lanes[LANES], base = -INFINITY;
-  V(storeu_ps)(lanes, most);
-  for (int i = 0; i < LANES; i++) base = lanes[i] > base ? lanes[i] : base;
+  float base = largest_of(most);
   if (base > *largest) {
     float shrink = exp2_one(*largest - base);
     *largest = base;
@@ -369,8 +381,7 @@ static void soften(float *scores, int64_t seen, int64_t width, float *largest, f
     V(storeu_ps)(scores + i, weight);
     sum = V(add_ps)(sum, weight);
   }
-  V(storeu_ps)(lanes, sum);
-  for (int i = 0; i < LANES; i++) *total += lanes[i];
+  *total += sum_of(sum);
 }
 
 /* Rows that lie in one page, `from` on, as columns: to[dim][KEY_ROW]. */
@@ -409,6 +420,8 @@ INLINE void rows_as(float *to, const char *from, const Storage *s, int64_t rows,
     convert(to + row * width, from + row * s->row_stride, dim, s->column_stride, dtype);
 }
 
+INLINE int64_t at_most(int64_t limit, int64_t count) { return count < limit ? count : limit; }
+
 /* Where row `row` of a head lies; `left` becomes the rows from there to the end of its page. */
 INLINE const char *row_at(const Storage *s, const int64_t *pages, int64_t head, int64_t row,
                           int64_t *left) {
@@ -439,6 +452,22 @@ static void load(float *to, const Storage *s, const int64_t *pages, int64_t head
   }
 }
 
+/* Ask for a tile's rows before they are read: they are in scattered pages, which the CPU cannot
+ * foresee. */
+static void fetch(const Storage *s, const int64_t *pages, int64_t head, int64_t first,
+                  int64_t count, int64_t dim) {
+  int64_t size = size_of(s->dtype);
+  for (int64_t done = 0, run; done < count; done += run) {
+    const char *from = row_at(s, pages, head, first + done, &run);
+    run = run < count - done ? run : count - done;
+    int is_turned = s->row_stride == size;
+    int64_t lines = is_turned ? dim : run, bytes = size * (is_turned ? run : dim);
+    int64_t stride = is_turned ? s->column_stride : s->row_stride;
+    for (int64_t i = 0; i < lines; i++)
+      for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(from + i * stride + at, _MM_HINT_T1);
+  }
+}
+
 typedef struct {
   float *queries, *output, *largest, *total, *scores, *keys, *values;
 } Work;
@@ -456,22 +485,31 @@ INLINE int takes_pairs(const Shape *shape, const Storage *keys) {
 }
 
 /* One part for one KV head: unnormalised sums of its rows into `work`. */
-static void attend_part(const Part *part, const Storage *ks, const Storage *vs, const Work *work,
-                        const Shape *shape, int64_t head) {
+static void attend_part(const Part *part, const Storage *storages, const Work *work,
+                        const Shape *shape, int64_t head, const Part *next, int64_t next_head) {
+  const Storage *ks = storages + part->keys, *vs = storages + part->values;
   int64_t rows = part->num_rows * shape->group, dim = shape->dim, depth = (dim + 1) / 2;
   int64_t value_width = shape->value_width, value_row = value_width + PANEL;
   int is_paired = takes_pairs(shape, ks);
   /* What few rows read once is not worth a copy. */
   int is_direct = rows <= BLOCK && vs->column_stride == size_of(vs->dtype) &&
                   shape->value_dim == value_width;
-  for (int64_t first = 0; first < part->num_tokens; first += TILE) {
-    int64_t count = part->num_tokens - first < TILE ? part->num_tokens - first : TILE;
+  int64_t tile = is_direct ? 32 : TILE;
+  for (int64_t first = 0; first < part->num_tokens; first += tile) {
+    int64_t count = at_most(tile, part->num_tokens - first);
     int64_t width = (count + PANEL - 1) / PANEL * PANEL;
+    fetch(vs, part->value_pages, head, part->first_value + first, count, shape->value_dim);
     load(work->keys, ks, part->key_pages, head, part->first_key + first, count, dim, 0,
          is_paired ? PAIRS : COLUMNS);
     if (!is_direct)
       load(work->values, vs, part->value_pages, head, part->first_value + first, count,
            shape->value_dim, value_row, ROWWISE);
+    if (first + tile < part->num_tokens)
+      fetch(ks, part->key_pages, head, part->first_key + first + tile,
+            at_most(tile, part->num_tokens - first - tile), dim);
+    else if (next)
+      fetch(storages + next->keys, next->key_pages, next_head, next->first_key,
+            at_most(tile, next->num_tokens), dim);
     for (int64_t row = 0; row < rows; row += ROWS) {
       int64_t some = rows - row < ROWS ? rows - row : ROWS;
       /* The last row sees most. */
@@ -592,8 +630,9 @@ int cartridge_attend(const Storage *storages, const Part *parts, int64_t num_par
         work.largest[i] = -INFINITY, work.total[i] = 0.0f;
       }
       memset(work.output, 0, rows * value_width * sizeof(float));
-      attend_part(part, storages + part->keys, storages + part->values, &work, &shape,
-                  head);
+      int is_last = head + 1 == kv_heads;
+      const Part *next = !is_last ? part : p + 1 < num_parts ? part + 1 : 0;
+      attend_part(part, storages, &work, &shape, head, next, is_last ? 0 : head + 1);
       scale_of(at[7], part, storages[part->values].dtype, head, value_dim);
       join(part, &work, at[7], head, num_heads, group, value_dim, value_width, output, lse, totals);
     }
