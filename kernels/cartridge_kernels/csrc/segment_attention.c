@@ -28,7 +28,7 @@ typedef __m256 Vector;
 #define V(name) _mm256_##name
 #endif
 /* A product's sums, BLOCK rows by PANEL columns, fill the registers. */
-enum { TILE = 128, ROWS = 96, PANEL = 2 * LANES };
+enum { TILE = 128, ROWS = 48, PANEL = 2 * LANES };
 /* Lines of a panel lie in different sets of the cache. */
 enum { KEY_ROW = TILE + PANEL };
 #define E4M3_FACTOR 256.0f /* what an e4m3 code at the place of a float16 is too small by: 2^(15-7) */
