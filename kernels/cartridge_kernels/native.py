@@ -1,4 +1,7 @@
-"""Attention on an AVX2 CPU by a small C library, compiled once, when the package is installed.
+"""Attention on an x86-64 CPU by a small C library, compiled when the package is installed.
+
+One source becomes a library for each instruction set, and a process takes the first that its CPU
+has.
 
 Owns the build (`python -m cartridge_kernels.native`), the choice of library and every check before
 pointers cross. Refuses to compile while serving, a library that others could have written, and
@@ -32,6 +35,18 @@ from cartridge_kernels.plan import (
 )
 
 FLAGS: Final = ("-O3", "-std=c11", "-mavx2", "-mfma", "-mf16c", "-shared", "-fPIC")
+_AVX512: Final = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+VARIANTS: Final = {
+    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512": _AVX512,
+    "avx2": (),
+}
+"""Flags of each library beside `FLAGS`; the best first."""
+_INSTRUCTIONS: Final = {
+    "avx512bf16": "AVX-512 with BW, DQ, VL and BF16",
+    "avx512": "AVX-512 with BW, DQ and VL",
+    "avx2": "AVX2, FMA and F16C",
+}
 _BUILD_COMMAND: Final = "python -m cartridge_kernels.native"
 _TYPES: Final = {
     torch.float32: 0,
@@ -86,7 +101,9 @@ class NativeBackend:
 
     name = "native"
 
-    def __init__(self) -> None:
+    def __init__(self, variant: str | None = None) -> None:
+        """The best variant that this CPU has, or the one that is named."""
+        self._variant = variant
         self._prepared: _Prepared | None = None
         self._library: ctypes.CDLL | None = None
 
@@ -97,7 +114,7 @@ class NativeBackend:
         if platform.machine() not in ("x86_64", "AMD64"):
             return f"CPU is {platform.machine()}, x86-64 wanted"
         try:
-            _load(library_path())
+            _load(self._variant)
         except BuildError as error:
             return str(error)
         return None
@@ -125,7 +142,7 @@ class NativeBackend:
         output = torch.empty(rows, heads, value_dim)
         lse, totals = torch.empty(rows, heads), torch.empty(rows, heads)
         if self._library is None:
-            self._library = _load(library_path())
+            self._library = _load(self._variant)
         if self._library.cartridge_attend(
             storages,
             prepared.parts,
@@ -260,42 +277,74 @@ def _describe(storage: _Storage, tensor: torch.Tensor) -> None:
 
 
 # --- the library ---------------------------------------------------------------------------------
-def library_path() -> Path:
+def library_path(variant: str) -> Path:
     """Where the library of this source and these flags lies, made or not."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(repr(FLAGS).encode() + _source()).hexdigest()[:16]
-    return folder / "cartridge-router" / "kernels" / f"segment_attention-{digest}.so"
+    flags = FLAGS + VARIANTS[variant]
+    digest = hashlib.sha256(repr(flags).encode() + _source()).hexdigest()[:16]
+    return folder / "cartridge-router" / "kernels" / f"segment_attention-{variant}-{digest}.so"
 
 
 def build() -> Path:
-    """Compile the library unless it is there; its path.
+    """Compile the libraries that are not there; the path of the one that this CPU takes.
+
+    All of them, because what is installed here may run on another machine. A compiler may be too
+    old for all but AVX2.
 
     Raises:
         BuildError: there is no compiler, it fails, or this CPU is another kind.
     """
-    path = library_path()
     if platform.machine() not in ("x86_64", "AMD64"):
         raise BuildError(f"CPU is {platform.machine()}, x86-64 wanted")
-    if not path.exists():
+    for variant in VARIANTS:
+        path = library_path(variant)
+        if path.exists():
+            continue
         compiler = find_compiler()
         if compiler is None:
             raise BuildError("no C compiler: none of " + ", ".join(_compilers()))
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as work:
-            source, made = Path(work, "segment_attention.c"), Path(work, "made.so")
-            source.write_bytes(_source())
-            done = subprocess.run(  # noqa: S603
-                [compiler, *FLAGS, "-o", str(made), str(source), "-lm"],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                raise BuildError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-            made.chmod(0o755)
-            made.replace(path)
-    _load(path)
-    return path
+        failure = _compile(compiler, FLAGS + VARIANTS[variant], path)
+        if failure and not VARIANTS[variant]:
+            raise BuildError(f"{compiler} failed: {failure[-500:]}")
+    _load(None)
+    return library_path(taken_variant())
+
+
+def _compile(compiler: str, flags: Sequence[str], path: Path) -> str:
+    """Put the library there; what the compiler says where it fails."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        source, made = Path(work, "segment_attention.c"), Path(work, "made.so")
+        source.write_bytes(_source())
+        done = subprocess.run(  # noqa: S603
+            [compiler, *flags, "-o", str(made), str(source), "-lm"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            return done.stderr.strip() or "no reason given"
+        made.chmod(0o755)
+        made.replace(path)
+    return ""
+
+
+def taken_variant() -> str:
+    """The best variant that is built and that this CPU has.
+
+    Raises:
+        BuildError: there is none.
+    """
+    reasons = []
+    for variant in VARIANTS:
+        try:
+            _load(variant)
+        except BuildError as error:
+            reasons.append(error)
+        else:
+            return variant
+    # The least that is wanted says most.
+    raise reasons[-1]
 
 
 def find_compiler() -> str | None:
@@ -329,7 +378,10 @@ def _loaded(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(variant: str | None) -> ctypes.CDLL:
+    if variant is None:
+        variant = taken_variant()
+    path = library_path(variant)
     if not path.exists():
         raise BuildError(f"not built: run {_BUILD_COMMAND} ({path} is not there)")
     status = path.stat()
@@ -340,7 +392,7 @@ def _load(path: Path) -> ctypes.CDLL:
     except OSError as error:
         raise BuildError(f"{path}: {error}") from error
     if not library.cartridge_cpu_suits():
-        raise BuildError("CPU has no AVX2, FMA and F16C")
+        raise BuildError(f"CPU has no {_INSTRUCTIONS[variant]}")
     return library
 
 

@@ -1,8 +1,9 @@
 """`make bench-kernels`: attention over shared segments on a CPU, beside what reads them apart.
 
 Owns the measurements and their targets. Refuses wall clock and other runs' figures: one thread, CPU
-time, contenders in turn, ratios of medians. Several layers are read in turn, as an engine does, so
-that caches of the CPU hold no more than they would there.
+time, contenders in turn, ratios of medians. Several layers are read in turn, and 64 MiB of other
+numbers before each contender: an engine's weights leave nothing in the CPU's caches either, and no
+contender finds there what the one before it read.
 """
 
 import argparse
@@ -178,10 +179,12 @@ def sweep(repeats: int) -> list[Row]:
 
 # --- measuring -----------------------------------------------------------------------------------
 def medians_ms(contenders: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """CPU milliseconds of a layer; contenders take turns."""
+    """CPU milliseconds of a layer; contenders take turns, each with cold caches."""
+    others = torch.ones(1 << 24)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(repeats + 1):
         for name, run in contenders.items():
+            others.sum()
             started_s = time.process_time()
             run()
             if turn:

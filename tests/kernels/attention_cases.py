@@ -1,7 +1,7 @@
 """Plans with random tensors, for tests of kernels: segments on shuffled pages, ragged batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -139,6 +139,26 @@ def make_inputs(case: AttentionCase, seed: int = 0, device: str = "cpu") -> Inpu
         segments,
         _live(case, generator, device),
         geometry.key_dim**-0.5,
+    )
+
+
+def as_vllm_lays_out(inputs: Inputs) -> Inputs:
+    """Pages inside larger rows; keys of live tokens transposed inside their block."""
+
+    def inside(rows: PagedRows) -> PagedRows:
+        storage = torch.cat([rows.storage, rows.storage], dim=2)[:, :, : rows.page_tokens]
+        return replace(rows, storage=storage)
+
+    live = inputs.live
+    keys = live.keys.transpose(2, 3).contiguous().transpose(2, 3)
+    both = torch.cat([live.values, live.values], dim=1)[:, live.values.shape[1] :]
+    return replace(
+        inputs,
+        segments=[
+            replace(part, keys=inside(part.keys), values=inside(part.values))
+            for part in inputs.segments
+        ],
+        live=replace(live, keys=keys, values=both),
     )
 
 

@@ -1,5 +1,6 @@
 """Random plans: every kernel for CPUs against one softmax in float64, and what none may accept."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from cartridge_kernels import cpu
 from cartridge_kernels.backends import AttentionBackend
 from cartridge_kernels.cpu import CpuBackend
-from cartridge_kernels.native import BuildError, NativeBackend, build
+from cartridge_kernels.native import VARIANTS, BuildError, NativeBackend, build
 from cartridge_kernels.plan import (
     InvalidPlan,
     LiveTensors,
@@ -34,17 +35,39 @@ from tests.kernels.attention_cases import (
     Geometry,
     Inputs,
     SegmentCase,
+    as_vllm_lays_out,
     make_inputs,
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-BACKENDS: list[Callable[[], AttentionBackend]] = [ReferenceBackend, CpuBackend]
-try:
+with contextlib.suppress(BuildError):
     build()
-except BuildError:
-    pass
-else:
-    BACKENDS.append(NativeBackend)
+
+
+def native_of(variant: str) -> Callable[[], AttentionBackend]:
+    """The C kernel for one instruction set."""
+
+    def make() -> AttentionBackend:
+        return NativeBackend(variant)
+
+    make.__name__ = f"native-{variant}"
+    return make
+
+
+BACKENDS: list[Callable[[], AttentionBackend]] = [
+    ReferenceBackend,
+    CpuBackend,
+    *map(native_of, VARIANTS),
+]
+
+
+def opened(make: Callable[[], AttentionBackend]) -> AttentionBackend:
+    """A kernel; skips, with the reason, where it cannot run."""
+    backend = make()
+    reason = backend.unavailable_reason(torch.device("cpu"))
+    if reason is not None:
+        pytest.skip(reason)
+    return backend
 
 
 @st.composite
@@ -80,7 +103,7 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
         )
     )
     kv_heads = draw(st.integers(1, 3))
-    widths = st.sampled_from([5, 16, 24])
+    widths = st.sampled_from([5, 16, 24, 64])
     return AttentionCase(
         "random",
         requests,
@@ -89,26 +112,6 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
         draw(st.sampled_from([1, 4, 32])),
         draw(st.sampled_from(FLOATS)),
         draw(st.sampled_from(FLOATS)),
-    )
-
-
-def as_vllm_lays_out(inputs: Inputs) -> Inputs:
-    """Pages inside larger rows; keys of live tokens transposed inside their block."""
-
-    def inside(rows: PagedRows) -> PagedRows:
-        storage = torch.cat([rows.storage, rows.storage], dim=2)[:, :, : rows.page_tokens]
-        return replace(rows, storage=storage)
-
-    live = inputs.live
-    keys = live.keys.transpose(2, 3).contiguous().transpose(2, 3)
-    both = torch.cat([live.values, live.values], dim=1)[:, live.values.shape[1] :]
-    return replace(
-        inputs,
-        segments=[
-            replace(part, keys=inside(part.keys), values=inside(part.values))
-            for part in inputs.segments
-        ],
-        live=replace(live, keys=keys, values=both),
     )
 
 
@@ -125,7 +128,7 @@ def test_any_plan_is_exact(
     arguments = (inputs.plan, inputs.queries, inputs.segments, inputs.live)
     exact = attend_dense(*arguments, scale=inputs.scale)
     with patch.multiple(cpu, _TILE=32, _ROWS=16, _BATCHED_LIVE=64, _BATCHED_NUMBERS=4000):
-        found = make().attend(*arguments, scale=inputs.scale)
+        found = opened(make).attend(*arguments, scale=inputs.scale)
     assert_close(found, exact, output=5e-6, lse=2e-5)
 
 
@@ -146,7 +149,7 @@ def test_layers_and_steps_of_one_kernel(make: Callable[[], AttentionBackend]) ->
         live=replace(first.live, keys=first.live.keys * 2),
     )
     moved = make_inputs(replace(case, requests=[(2, 4, (1,)), (1, 1, ())]), seed=3)
-    backend = make()
+    backend = opened(make)
     for inputs in (first, layer, moved, first):
         arguments = (inputs.plan, inputs.queries, inputs.segments, inputs.live)
         found = backend.attend(*arguments, scale=inputs.scale)
@@ -162,7 +165,7 @@ def test_scores_of_any_size(make: Callable[[], AttentionBackend], factor: float)
     inputs = make_inputs(case)
     inputs = replace(inputs, queries=inputs.queries * factor)
     arguments = (inputs.plan, inputs.queries, inputs.segments, inputs.live)
-    found = make().attend(*arguments, scale=inputs.scale)
+    found = opened(make).attend(*arguments, scale=inputs.scale)
     # An error of a logit is that of a float32 of its size.
     tolerance = 5e-6 * max(1.0, factor)
     exact = attend_dense(*arguments, scale=inputs.scale)
@@ -187,7 +190,9 @@ def test_values_are_dequantised_bit_for_bit(
         0.1 + torch.rand(shapes[scale_by], generator=generator),
     )
     inputs = make_inputs(AttentionCase("one", [(1, 0, (0,))], [SegmentCase(1, K16V8)], geometry))
-    found = make().attend(inputs.plan, inputs.queries, [tensors], inputs.live, scale=inputs.scale)
+    found = opened(make).attend(
+        inputs.plan, inputs.queries, [tensors], inputs.live, scale=inputs.scale
+    )
     assert torch.equal(found.output[0], segment_rows(tensors, 1)[1][:, 0])
 
 
@@ -390,11 +395,9 @@ PAGE_FAULTS: dict[str, tuple[Callable[[Inputs], Inputs], str]] = {
 @pytest.mark.parametrize("fault", PAGE_FAULTS, ids=lambda fault: fault.replace(" ", "-"))
 def test_pages_that_are_not_there(make: Callable[[], AttentionBackend], fault: str) -> None:
     """Nothing is read outside of a tensor, also where an earlier layer of the step was right."""
-    if make not in BACKENDS:
-        pytest.skip("no C compiler")
     break_it, message = PAGE_FAULTS[fault]
     inputs = two_requests()
-    backend = make()
+    backend = opened(make)
     backend.attend(inputs.plan, inputs.queries, inputs.segments, inputs.live, scale=inputs.scale)
     broken = break_it(inputs)
     with pytest.raises(InvalidPlan, match=message):
@@ -405,7 +408,10 @@ def test_pages_that_are_not_there(make: Callable[[], AttentionBackend], fault: s
         )
 
 
-def test_what_lies_behind_a_requests_blocks_is_never_looked_at() -> None:
+@pytest.mark.parametrize("make", BACKENDS, ids=lambda make: make.__name__)
+def test_what_lies_behind_a_requests_blocks_is_never_looked_at(
+    make: Callable[[], AttentionBackend],
+) -> None:
     """Entries of the block table after the last one that is needed may be anything."""
     inputs = two_requests()
     table = inputs.live.block_table.clone()
@@ -414,9 +420,8 @@ def test_what_lies_behind_a_requests_blocks_is_never_looked_at() -> None:
     exact = attend_dense(
         inputs.plan, inputs.queries, inputs.segments, inputs.live, scale=inputs.scale
     )
-    for make in BACKENDS:
-        found = make().attend(
-            changed.plan, changed.queries, changed.segments, changed.live, scale=changed.scale
-        )
-        assert_close(found, exact, output=5e-6, lse=2e-5)
-        assert math.isfinite(float(found.lse.max()))
+    found = opened(make).attend(
+        changed.plan, changed.queries, changed.segments, changed.live, scale=changed.scale
+    )
+    assert_close(found, exact, output=5e-6, lse=2e-5)
+    assert math.isfinite(float(found.lse.max()))

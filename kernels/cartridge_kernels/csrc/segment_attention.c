@@ -1,4 +1,7 @@
-/* Attention over segments and live tokens on one AVX2 core: float32 sums, any storage, no torch.
+/* Attention over segments and live tokens on one x86-64 core: float32 sums, any storage, no torch.
+ *
+ * Compiled once for each instruction set: AVX2, AVX-512, AVX-512 with BF16 products. Those are used
+ * only where they lose nothing: keys are bfloat16 and so is every query. They sum in float32.
  *
  * Owns the arithmetic. Refuses to check anything: native.py has checked every pointer, stride,
  * page id and length before it calls. Each part (a segment, or one request's live tokens) is read
@@ -15,7 +18,17 @@
 
 enum { FLOAT32, BFLOAT16, FLOAT16, E4M3 };
 enum { NO_SCALE, BY_HEAD, BY_CHANNEL, BY_PAGE };
-enum { TILE = 128, ROWS = 96, PANEL = 16 };
+#ifdef __AVX512F__
+enum { LANES = 16, BLOCK = 12 };
+typedef __m512 Vector;
+#define V(name) _mm512_##name
+#else
+enum { LANES = 8, BLOCK = 6 };
+typedef __m256 Vector;
+#define V(name) _mm256_##name
+#endif
+/* A product's sums, BLOCK rows by PANEL columns, fill the registers. */
+enum { TILE = 128, ROWS = 48, PANEL = 2 * LANES };
 /* Lines of a panel lie in different sets of the cache. */
 enum { KEY_ROW = TILE + PANEL };
 #define E4M3_FACTOR 256.0f /* what an e4m3 code at the place of a float16 is too small by: 2^(15-7) */
@@ -49,6 +62,22 @@ INLINE __m256 load8(const char *from, int dtype) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 
+#ifdef __AVX512F__
+INLINE Vector load_lanes(const char *from, int dtype) {
+  if (dtype == FLOAT32) return _mm512_loadu_ps((const float *)from);
+  if (dtype == E4M3) {
+    __m256i code = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+    code = _mm256_and_si256(_mm256_slli_epi16(code, 7), _mm256_set1_epi16((short)0xBF80));
+    return _mm512_cvtph_ps(code);
+  }
+  __m256i half = _mm256_loadu_si256((const __m256i *)from);
+  if (dtype == FLOAT16) return _mm512_cvtph_ps(half);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+#else
+INLINE Vector load_lanes(const char *from, int dtype) { return load8(from, dtype); }
+#endif
+
 INLINE int64_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : dtype == E4M3 ? 1 : 2; }
 
 INLINE float load1(const char *from, int dtype) {
@@ -61,7 +90,7 @@ INLINE float load1(const char *from, int dtype) {
 INLINE void convert(float *to, const char *from, int64_t count, int64_t stride, int dtype) {
   int64_t size = size_of(dtype), i = 0;
   if (stride == size)
-    for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, load8(from + i * size, dtype));
+    for (; i + LANES <= count; i += LANES) V(storeu_ps)(to + i, load_lanes(from + i * size, dtype));
   for (; i < count; i++) to[i] = load1(from + i * stride, dtype);
 }
 
@@ -85,60 +114,249 @@ INLINE void transpose8(float *to, const char *from, int64_t stride, int dtype) {
   }
 }
 
-/* c[rows][16] = (or +=) a[rows][depth] b[depth][16]; `rows` is a constant where it is called. */
-INLINE void product_of(int rows, const float *a, int64_t a_row, const float *b, int64_t b_row,
-                       float *c, int64_t c_row, int64_t depth, int is_sum) {
-  __m256 low[6], high[6];
+#ifdef __AVX512F__
+/* 16 rows of 16 numbers of 32 bits to columns. */
+INLINE void transpose16(float *to, __m512 *a) {
+  __m512 b[16];
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      __m512d left = _mm512_castps_pd(b[i + j]), right = _mm512_castps_pd(b[i + j + 2]);
+      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(left, right));
+      a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(left, right));
+    }
+  /* Lane l of a[4 i + j] is column 4 l + j of rows 4 i to 4 i + 3. */
+  for (int j = 0; j < 4; j++) {
+    __m512 even = _mm512_shuffle_f32x4(a[j], a[j + 4], 0x88);
+    __m512 odd = _mm512_shuffle_f32x4(a[j], a[j + 4], 0xDD);
+    __m512 more_even = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0x88);
+    __m512 more_odd = _mm512_shuffle_f32x4(a[j + 8], a[j + 12], 0xDD);
+    _mm512_storeu_ps(to + j * KEY_ROW, _mm512_shuffle_f32x4(even, more_even, 0x88));
+    _mm512_storeu_ps(to + (j + 8) * KEY_ROW, _mm512_shuffle_f32x4(even, more_even, 0xDD));
+    _mm512_storeu_ps(to + (j + 4) * KEY_ROW, _mm512_shuffle_f32x4(odd, more_odd, 0x88));
+    _mm512_storeu_ps(to + (j + 12) * KEY_ROW, _mm512_shuffle_f32x4(odd, more_odd, 0xDD));
+  }
+}
+#endif
+
+/* c[rows][PANEL] = (or +=) a[rows][depth] b[depth][PANEL], b of any type and `b_row` bytes from row
+ * to row; `rows` and `dtype` are constants where it is called. */
+INLINE void product_of(int rows, const float *a, int64_t a_row, const char *b, int64_t b_row,
+                       int dtype, float *c, int64_t c_row, int64_t depth, int is_sum) {
+  Vector low[BLOCK], high[BLOCK];
   for (int i = 0; i < rows; i++) {
-    low[i] = is_sum ? _mm256_loadu_ps(c + i * c_row) : _mm256_setzero_ps();
-    high[i] = is_sum ? _mm256_loadu_ps(c + i * c_row + 8) : _mm256_setzero_ps();
+    low[i] = is_sum ? V(loadu_ps)(c + i * c_row) : V(setzero_ps)();
+    high[i] = is_sum ? V(loadu_ps)(c + i * c_row + LANES) : V(setzero_ps)();
   }
   for (int64_t k = 0; k < depth; k++) {
-    __m256 b_low = _mm256_loadu_ps(b + k * b_row), b_high = _mm256_loadu_ps(b + k * b_row + 8);
+    Vector b_low = load_lanes(b + k * b_row, dtype);
+    Vector b_high = load_lanes(b + k * b_row + LANES * size_of(dtype), dtype);
     for (int i = 0; i < rows; i++) {
-      __m256 left = _mm256_broadcast_ss(a + i * a_row + k);
-      low[i] = _mm256_fmadd_ps(left, b_low, low[i]);
-      high[i] = _mm256_fmadd_ps(left, b_high, high[i]);
+      Vector left = V(set1_ps)(a[i * a_row + k]);
+      low[i] = V(fmadd_ps)(left, b_low, low[i]);
+      high[i] = V(fmadd_ps)(left, b_high, high[i]);
     }
   }
   for (int i = 0; i < rows; i++) {
-    _mm256_storeu_ps(c + i * c_row, low[i]);
-    _mm256_storeu_ps(c + i * c_row + 8, high[i]);
+    V(storeu_ps)(c + i * c_row, low[i]);
+    V(storeu_ps)(c + i * c_row + LANES, high[i]);
   }
 }
 
-/* c[rows][columns] = (or +=) a b; `columns` is a multiple of 16. */
-static void product(int64_t rows, int64_t columns, int64_t depth, const float *a, int64_t a_row,
-                    const float *b, int64_t b_row, float *c, int64_t c_row, int is_sum) {
+/* `call(n)` for n = min(left, BLOCK), a constant in each. */
+#define CASE(n, call) case n: call(n); break
+#if defined(__AVX512F__)
+#define FOR_ROWS(left, call)                                                                  \
+  switch (left) {                                                                             \
+    CASE(1, call); CASE(2, call); CASE(3, call); CASE(4, call); CASE(5, call); CASE(6, call); \
+    CASE(7, call); CASE(8, call); CASE(9, call); CASE(10, call); CASE(11, call);              \
+    default: call(12);                                                                        \
+  }
+#else
+#define FOR_ROWS(left, call)                                                    \
+  switch (left) {                                                               \
+    CASE(1, call); CASE(2, call); CASE(3, call); CASE(4, call); CASE(5, call);  \
+    default: call(6);                                                           \
+  }
+#endif
+
+/* c[rows][columns] = (or +=) a b; `columns` is a multiple of PANEL. */
+INLINE void product_as(int64_t rows, int64_t columns, int64_t depth, const float *a, int64_t a_row,
+                       const char *b, int64_t b_row, int dtype, float *c, int64_t c_row,
+                       int is_sum) {
   for (int64_t column = 0; column < columns; column += PANEL)
-    for (int64_t row = 0; row < rows; row += 6) {
-      const float *left = a + row * a_row, *right = b + column;
+    for (int64_t row = 0; row < rows; row += BLOCK) {
+      const float *left = a + row * a_row;
+      const char *right = b + column * size_of(dtype);
       float *to = c + row * c_row + column;
-#define CASE(n) case n: product_of(n, left, a_row, right, b_row, to, c_row, depth, is_sum); break
-      switch (rows - row) {
-        CASE(1); CASE(2); CASE(3); CASE(4); CASE(5);
-        default: product_of(6, left, a_row, right, b_row, to, c_row, depth, is_sum);
-      }
+#define CALL(n) product_of(n, left, a_row, right, b_row, dtype, to, c_row, depth, is_sum)
+      FOR_ROWS(rows - row, CALL)
+#undef CALL
     }
 }
 
+static void product(int64_t rows, int64_t columns, int64_t depth, const float *a, int64_t a_row,
+                    const float *b, int64_t b_row, float *c, int64_t c_row, int is_sum) {
+  product_as(rows, columns, depth, a, a_row, (const char *)b, b_row * 4, FLOAT32, c, c_row, is_sum);
+}
+
+/* The same, b as it is stored. */
+static void product_stored(int64_t rows, int64_t columns, int64_t depth, const float *a,
+                           int64_t a_row, const char *b, int64_t b_row, int64_t dtype, float *c,
+                           int64_t c_row) {
+#define PRODUCT(type) \
+  case type: product_as(rows, columns, depth, a, a_row, b, b_row, type, c, c_row, 1); break
+  switch (dtype) { PRODUCT(FLOAT32); PRODUCT(BFLOAT16); PRODUCT(FLOAT16); PRODUCT(E4M3); }
+}
+
+#ifdef __AVX512BF16__
+enum { HAS_PAIRS = 1 };
+
+/* c[rows][PANEL] = factor * a b, both in pairs of bfloat16: two of a row of a, two of a column of
+ * b. The products are exact, the sums float32. */
+INLINE void product_of_pairs(int rows, const float *a, int64_t a_row, const float *b, float *c,
+                             int64_t depth, float factor) {
+  Vector low[BLOCK], high[BLOCK];
+  for (int i = 0; i < rows; i++) low[i] = high[i] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < depth; k++) {
+    __m512bh b_low = (__m512bh)_mm512_loadu_si512(b + k * KEY_ROW);
+    __m512bh b_high = (__m512bh)_mm512_loadu_si512(b + k * KEY_ROW + LANES);
+    for (int i = 0; i < rows; i++) {
+      __m512bh left = (__m512bh)_mm512_set1_ps(a[i * a_row + k]);
+      low[i] = _mm512_dpbf16_ps(low[i], left, b_low);
+      high[i] = _mm512_dpbf16_ps(high[i], left, b_high);
+    }
+  }
+  for (int i = 0; i < rows; i++) {
+    _mm512_storeu_ps(c + i * TILE, _mm512_mul_ps(low[i], _mm512_set1_ps(factor)));
+    _mm512_storeu_ps(c + i * TILE + LANES, _mm512_mul_ps(high[i], _mm512_set1_ps(factor)));
+  }
+}
+
+static void product_pairs(int64_t rows, int64_t columns, int64_t depth, const float *a,
+                          const float *b, float *c, float factor) {
+  for (int64_t column = 0; column < columns; column += PANEL)
+    for (int64_t row = 0; row < rows; row += BLOCK) {
+      const float *left = a + row * depth, *right = b + column;
+      float *to = c + row * TILE + column;
+#define CALL(n) product_of_pairs(n, left, depth, right, to, depth, factor)
+      FOR_ROWS(rows - row, CALL)
+#undef CALL
+    }
+}
+
+INLINE __mmask32 first_of(int64_t count) { /* of 32 */
+  return count >= 32 ? 0xFFFFFFFFu : ((uint32_t)1 << count) - 1;
+}
+
+/* bfloat16 rows that lie in one page, as columns of pairs: to[(dim + 1) / 2][KEY_ROW]. Up to 31
+ * columns behind the last become zero; rows of `to` are written in sixteens. */
+static void pairs_as(float *to, const char *from, const Storage *s, int64_t rows, int64_t dim) {
+  if (s->row_stride == 2) { /* they lie as columns already */
+    short order[2][32];
+    for (int i = 0; i < 64; i++) order[i / 32][i % 32] = (short)(i / 2 + i % 2 * 32);
+    __m512i first = _mm512_loadu_si512(order[0]), second = _mm512_loadu_si512(order[1]);
+    for (int64_t d = 0; d < dim; d += 2)
+      for (int64_t row = 0; row < rows; row += 32) {
+        const char *at = from + d * s->column_stride + row * 2;
+        __mmask32 mask = first_of(rows - row);
+        __m512i even = _mm512_maskz_loadu_epi16(mask, at), odd = _mm512_setzero_si512();
+        if (d + 1 < dim) odd = _mm512_maskz_loadu_epi16(mask, at + s->column_stride);
+        float *pairs = to + d / 2 * KEY_ROW + row;
+        _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, first, odd));
+        _mm512_storeu_si512(pairs + 16, _mm512_permutex2var_epi16(even, second, odd));
+      }
+    return;
+  }
+  for (int64_t row = 0; row < rows; row += 16)
+    for (int64_t d = 0; d < dim; d += 32) {
+      __m512 a[16];
+      __mmask32 mask = first_of(dim - d);
+      const char *at = from + row * s->row_stride + d * 2;
+      if (row + 16 <= rows)
+        for (int i = 0; i < 16; i++)
+          a[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, at + i * s->row_stride));
+      else
+        for (int i = 0; i < 16; i++)
+          a[i] = row + i < rows ? _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(
+                                      mask, at + i * s->row_stride))
+                                : _mm512_setzero_ps();
+      transpose16(to + d / 2 * KEY_ROW + row, a);
+    }
+}
+
+/* Whether all are bfloat16 numbers. */
+static int are_halves(const float *numbers, int64_t count) {
+  uint32_t low = 0;
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t bits;
+    memcpy(&bits, numbers + i, 4);
+    low |= bits & 0xFFFF;
+  }
+  return !low;
+}
+
+static void as_pairs(float *to, const float *from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 2) {
+    uint32_t even, odd = 0;
+    memcpy(&even, from + i, 4);
+    if (i + 1 < count) memcpy(&odd, from + i + 1, 4);
+    even = even >> 16 | (odd & 0xFFFF0000u);
+    memcpy(to + i / 2, &even, 4);
+  }
+}
+#else
+enum { HAS_PAIRS = 0 };
+static void product_pairs(int64_t rows, int64_t columns, int64_t depth, const float *a,
+                          const float *b, float *c, float factor) {}
+static void pairs_as(float *to, const char *from, const Storage *s, int64_t rows, int64_t dim) {}
+static int are_halves(const float *numbers, int64_t count) { return 0; }
+static void as_pairs(float *to, const float *from, int64_t count) {}
+#endif
+
 /* 2^x for x <= 0; 0 below -126. */
-INLINE __m256 exp2_of(__m256 x) {
+INLINE Vector exp2_of(Vector x) {
   static const float taylor[] = {1.52527338e-5f, 1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f,
                                  5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f};
-  __m256 is_zero = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
+#ifdef __AVX512F__
+  __mmask16 is_some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+  Vector whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  Vector is_zero = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
   x = _mm256_max_ps(x, _mm256_set1_ps(-126.0f));
-  __m256 whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m256 part = _mm256_sub_ps(x, whole), sum = _mm256_set1_ps(taylor[0]);
-  for (int i = 1; i < 8; i++) sum = _mm256_fmadd_ps(sum, part, _mm256_set1_ps(taylor[i]));
+  Vector whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#endif
+  Vector part = V(sub_ps)(x, whole), sum = V(set1_ps)(taylor[0]);
+  for (int i = 1; i < 8; i++) sum = V(fmadd_ps)(sum, part, V(set1_ps)(taylor[i]));
+#ifdef __AVX512F__
+  return _mm512_maskz_scalef_ps(is_some, sum, whole);
+#else
   __m256i power = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
   sum = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), power));
   return _mm256_andnot_ps(is_zero, sum);
+#endif
 }
 
 static float exp2_one(float x) { /* minus infinity included */
   return x < -126.0f ? 0.0f : exp2f(x);
 }
+
+#ifdef __AVX512F__
+INLINE float largest_of(Vector x) { return _mm512_reduce_max_ps(x); }
+INLINE float sum_of(Vector x) { return _mm512_reduce_add_ps(x); }
+#else
+#define OF_LANES(name, join)                                                               \
+  INLINE float name(Vector x) {                                                            \
+    __m128 four = join##_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));       \
+    __m128 two = join##_ps(four, _mm_movehl_ps(four, four));                               \
+    return _mm_cvtss_f32(join##_ss(two, _mm_movehdup_ps(two)));                            \
+  }
+OF_LANES(largest_of, _mm_max)
+OF_LANES(sum_of, _mm_add)
+#endif
 
 /* One row of a tile: scores become weights relative to the row's maximum so far. */
 static void soften(float *scores, int64_t seen, int64_t width, float *largest, float *total,
@@ -148,25 +366,22 @@ static void soften(float *scores, int64_t seen, int64_t width, float *largest, f
     memset(scores, 0, width * sizeof(float));
     return;
   }
-  __m256 most = _mm256_set1_ps(*largest);
-  for (int64_t i = 0; i < width; i += 8) most = _mm256_max_ps(most, _mm256_loadu_ps(scores + i));
-  float lanes[8], base = -INFINITY;
-  _mm256_storeu_ps(lanes, most);
-  for (int i = 0; i < 8; i++) base = lanes[i] > base ? lanes[i] : base;
+  Vector most = V(set1_ps)(*largest);
+  for (int64_t i = 0; i < width; i += LANES) most = V(max_ps)(most, V(loadu_ps)(scores + i));
+  float base = largest_of(most);
   if (base > *largest) {
     float shrink = exp2_one(*largest - base);
     *largest = base;
     *total *= shrink;
     for (int64_t i = 0; i < value_width; i++) output[i] *= shrink;
   }
-  __m256 sum = _mm256_setzero_ps();
-  for (int64_t i = 0; i < width; i += 8) {
-    __m256 weight = exp2_of(_mm256_sub_ps(_mm256_loadu_ps(scores + i), _mm256_set1_ps(base)));
-    _mm256_storeu_ps(scores + i, weight);
-    sum = _mm256_add_ps(sum, weight);
+  Vector sum = V(setzero_ps)();
+  for (int64_t i = 0; i < width; i += LANES) {
+    Vector weight = exp2_of(V(sub_ps)(V(loadu_ps)(scores + i), V(set1_ps)(base)));
+    V(storeu_ps)(scores + i, weight);
+    sum = V(add_ps)(sum, weight);
   }
-  _mm256_storeu_ps(lanes, sum);
-  for (int i = 0; i < 8; i++) *total += lanes[i];
+  *total += sum_of(sum);
 }
 
 /* Rows that lie in one page, `from` on, as columns: to[dim][KEY_ROW]. */
@@ -178,6 +393,16 @@ INLINE void columns_as(float *to, const char *from, const Storage *s, int64_t ro
       convert(to + d * KEY_ROW, from + d * s->column_stride, rows, size, dtype);
     return;
   }
+#ifdef __AVX512F__
+  if (s->column_stride == size && dim % 16 == 0)
+    for (; row + 16 <= rows; row += 16)
+      for (int64_t d = 0; d < dim; d += 16) {
+        __m512 a[16];
+        for (int i = 0; i < 16; i++)
+          a[i] = load_lanes(from + (row + i) * s->row_stride + d * size, dtype);
+        transpose16(to + d * KEY_ROW + row, a);
+      }
+#endif
   if (s->column_stride == size && dim % 8 == 0)
     for (; row + 8 <= rows; row += 8)
       for (int64_t d = 0; d < dim; d += 8)
@@ -195,20 +420,51 @@ INLINE void rows_as(float *to, const char *from, const Storage *s, int64_t rows,
     convert(to + row * width, from + row * s->row_stride, dim, s->column_stride, dtype);
 }
 
-/* Rows [first, first + count) of a head, page by page; as columns where `width` is 0. */
+INLINE int64_t at_most(int64_t limit, int64_t count) { return count < limit ? count : limit; }
+
+/* Where row `row` of a head lies; `left` becomes the rows from there to the end of its page. */
+INLINE const char *row_at(const Storage *s, const int64_t *pages, int64_t head, int64_t row,
+                          int64_t *left) {
+  int64_t inside = row % s->page_rows;
+  *left = s->page_rows - inside;
+  return s->data + pages[row / s->page_rows] * s->page_stride + head * s->head_stride +
+         inside * s->row_stride;
+}
+
+enum { COLUMNS, PAIRS, ROWWISE };
+
+/* Rows [first, first + count) of a head, page by page; `width` is that of rows. */
 static void load(float *to, const Storage *s, const int64_t *pages, int64_t head, int64_t first,
-                 int64_t count, int64_t dim, int64_t width) {
+                 int64_t count, int64_t dim, int64_t width, int as) {
   for (int64_t done = 0, run; done < count; done += run) {
-    int64_t page = (first + done) / s->page_rows, row = (first + done) % s->page_rows;
-    const char *from = s->data + pages[page] * s->page_stride + head * s->head_stride +
-                       row * s->row_stride;
-    run = s->page_rows - row < count - done ? s->page_rows - row : count - done;
-#define LOAD(type)                                                    \
-  case type:                                                          \
-    if (width) rows_as(to + done * width, from, s, run, dim, width, type); \
-    else columns_as(to + done, from, s, run, dim, type);              \
+    const char *from = row_at(s, pages, head, first + done, &run);
+    run = run < count - done ? run : count - done;
+    if (as == PAIRS) {
+      pairs_as(to + done, from, s, run, dim);
+      continue;
+    }
+#define LOAD(type)                                                                    \
+  case type:                                                                          \
+    if (as == ROWWISE) rows_as(to + done * width, from, s, run, dim, width, type);    \
+    else columns_as(to + done, from, s, run, dim, type);                              \
     break
     switch (s->dtype) { LOAD(FLOAT32); LOAD(BFLOAT16); LOAD(FLOAT16); LOAD(E4M3); }
+  }
+}
+
+/* Ask for a tile's rows before they are read: they are in scattered pages, which the CPU cannot
+ * foresee. */
+static void fetch(const Storage *s, const int64_t *pages, int64_t head, int64_t first,
+                  int64_t count, int64_t dim) {
+  int64_t size = size_of(s->dtype);
+  for (int64_t done = 0, run; done < count; done += run) {
+    const char *from = row_at(s, pages, head, first + done, &run);
+    run = run < count - done ? run : count - done;
+    int is_turned = s->row_stride == size;
+    int64_t lines = is_turned ? dim : run, bytes = size * (is_turned ? run : dim);
+    int64_t stride = is_turned ? s->column_stride : s->row_stride;
+    for (int64_t i = 0; i < lines; i++)
+      for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(from + i * stride + at, _MM_HINT_T1);
   }
 }
 
@@ -216,35 +472,77 @@ typedef struct {
   float *queries, *output, *largest, *total, *scores, *keys, *values;
 } Work;
 
+/* What all parts share. */
+typedef struct {
+  int64_t heads, group, dim, value_dim, value_width;
+  float scale;
+  int are_halves; /* all queries are bfloat16 numbers */
+} Shape;
+
+INLINE int takes_pairs(const Shape *shape, const Storage *keys) {
+  return HAS_PAIRS && shape->are_halves && keys->dtype == BFLOAT16 &&
+         (keys->row_stride == 2 || keys->column_stride == 2);
+}
+
 /* One part for one KV head: unnormalised sums of its rows into `work`. */
-static void attend_part(const Part *part, const Storage *ks, const Storage *vs, const Work *work,
-                        int64_t head, int64_t heads, int64_t group, int64_t dim, int64_t value_dim,
-                        int64_t value_width) {
-  int64_t rows = part->num_rows * group;
-  for (int64_t first = 0; first < part->num_tokens; first += TILE) {
-    int64_t count = part->num_tokens - first < TILE ? part->num_tokens - first : TILE;
+static void attend_part(const Part *part, const Storage *storages, const Work *work,
+                        const Shape *shape, int64_t head, const Part *next, int64_t next_head) {
+  const Storage *ks = storages + part->keys, *vs = storages + part->values;
+  int64_t rows = part->num_rows * shape->group, dim = shape->dim, depth = (dim + 1) / 2;
+  int64_t value_width = shape->value_width, value_row = value_width + PANEL;
+  int is_paired = takes_pairs(shape, ks);
+  /* What few rows read once is not worth a copy. */
+  int is_direct = rows <= BLOCK && vs->column_stride == size_of(vs->dtype) &&
+                  shape->value_dim == value_width;
+  int64_t tile = is_direct ? 32 : TILE;
+  for (int64_t first = 0; first < part->num_tokens; first += tile) {
+    int64_t count = at_most(tile, part->num_tokens - first);
     int64_t width = (count + PANEL - 1) / PANEL * PANEL;
-    load(work->keys, ks, part->key_pages, head, part->first_key + first, count, dim, 0);
-    load(work->values, vs, part->value_pages, head, part->first_value + first, count, value_dim,
-         value_width + PANEL);
+    fetch(vs, part->value_pages, head, part->first_value + first, count, shape->value_dim);
+    load(work->keys, ks, part->key_pages, head, part->first_key + first, count, dim, 0,
+         is_paired ? PAIRS : COLUMNS);
+    if (!is_direct)
+      load(work->values, vs, part->value_pages, head, part->first_value + first, count,
+           shape->value_dim, value_row, ROWWISE);
+    if (first + tile < part->num_tokens)
+      fetch(ks, part->key_pages, head, part->first_key + first + tile,
+            at_most(tile, part->num_tokens - first - tile), dim);
+    else if (next)
+      fetch(storages + next->keys, next->key_pages, next_head, next->first_key,
+            at_most(tile, next->num_tokens), dim);
     for (int64_t row = 0; row < rows; row += ROWS) {
       int64_t some = rows - row < ROWS ? rows - row : ROWS;
       /* The last row sees most. */
-      if (part->is_causal && part->first_seen + (row + some - 1) / group + 1 <= first) continue;
-      product(some, width, dim, work->queries + row * dim, dim, work->keys, KEY_ROW, work->scores,
-              TILE, 0);
+      if (part->is_causal && part->first_seen + (row + some - 1) / shape->group + 1 <= first)
+        continue;
+      if (is_paired)
+        product_pairs(some, width, depth, work->queries + row * depth, work->keys, work->scores,
+                      shape->scale);
+      else
+        product(some, width, dim, work->queries + row * dim, dim, work->keys, KEY_ROW,
+                work->scores, TILE, 0);
       for (int64_t i = row; i < row + some; i++) {
         float *scores = work->scores + (i - row) * TILE;
-        int64_t seen = part->is_causal ? part->first_seen + i / group + 1 - first : count;
+        int64_t seen = part->is_causal ? part->first_seen + i / shape->group + 1 - first : count;
         soften(scores, seen < 0 ? 0 : seen < count ? seen : count, width, work->largest + i,
                work->total + i, work->output + i * value_width, value_width);
         if (part->scale_kind == BY_PAGE)
           for (int64_t t = 0; t < count; t++)
-            scores[t] *=
-                part->scale[(part->first_value + first + t) / vs->page_rows * heads + head];
+            scores[t] *= part->scale[(part->first_value + first + t) / vs->page_rows *
+                                         shape->heads + head];
       }
-      product(some, value_width, count, work->scores, TILE, work->values, value_width + PANEL,
-              work->output + row * value_width, value_width, 1);
+      float *output = work->output + row * value_width;
+      if (is_direct)
+        for (int64_t done = 0, run; done < count; done += run) {
+          const char *from =
+              row_at(vs, part->value_pages, head, part->first_value + first + done, &run);
+          run = run < count - done ? run : count - done;
+          product_stored(some, value_width, run, work->scores + done, TILE, from, vs->row_stride,
+                         vs->dtype, output, value_width);
+        }
+      else
+        product(some, value_width, count, work->scores, TILE, work->values, value_row, output,
+                value_width, 1);
     }
   }
 }
@@ -278,8 +576,16 @@ static void join(const Part *part, const Work *work, const float *scale, int64_t
 /* Whether this CPU has what the file is compiled for. */
 int cartridge_cpu_suits(void) {
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+  int suits = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c");
+#ifdef __AVX512F__
+  suits = suits && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+#ifdef __AVX512BF16__
+  suits = suits && __builtin_cpu_supports("avx512bf16");
+#endif
+  return suits;
 }
 
 /* Queries [num_rows][num_heads][dim] float32 -> output [..][value_dim], lse (natural); `totals` is
@@ -293,7 +599,9 @@ int cartridge_attend(const Storage *storages, const Part *parts, int64_t num_par
   for (int64_t p = 0; p < num_parts; p++)
     if (parts[p].num_rows > most_rows) most_rows = parts[p].num_rows;
   int64_t most = most_rows * group;
-  int64_t sizes[] = {most * dim, most * value_width, most, most, ROWS * TILE, dim * KEY_ROW,
+  /* Pairs are written sixteen rows at a time. */
+  int64_t key_rows = dim < 16 ? 16 : dim;
+  int64_t sizes[] = {most * dim, most * value_width, most, most, ROWS * TILE, key_rows * KEY_ROW,
                      TILE * (value_width + PANEL), value_dim};
   int64_t needed = 0;
   for (int i = 0; i < 8; i++) needed += (sizes[i] + 15) / 16 * 16;
@@ -307,18 +615,24 @@ int cartridge_attend(const Storage *storages, const Part *parts, int64_t num_par
   memset(output, 0, places * value_dim * sizeof(float));
   for (int64_t i = 0; i < places; i++) lse[i] = -INFINITY, totals[i] = 0.0f;
 
+  Shape shape = {kv_heads, group, dim, value_dim, value_width, scale,
+                 are_halves(queries, num_rows * num_heads * dim)};
   for (int64_t p = 0; p < num_parts; p++)
     for (int64_t head = 0; head < kv_heads; head++) {
       const Part *part = parts + p;
       int64_t rows = part->num_rows * group;
+      int is_paired = takes_pairs(&shape, storages + part->keys);
       for (int64_t i = 0; i < rows; i++) {
         const float *from = queries + (part->rows[i / group] * num_heads + head * group + i % group) * dim;
-        for (int64_t d = 0; d < dim; d++) work.queries[i * dim + d] = from[d] * scale;
+        if (is_paired) as_pairs(work.queries + i * ((dim + 1) / 2), from, dim);
+        else
+          for (int64_t d = 0; d < dim; d++) work.queries[i * dim + d] = from[d] * scale;
         work.largest[i] = -INFINITY, work.total[i] = 0.0f;
       }
       memset(work.output, 0, rows * value_width * sizeof(float));
-      attend_part(part, storages + part->keys, storages + part->values, &work, head, kv_heads,
-                  group, dim, value_dim, value_width);
+      int is_last = head + 1 == kv_heads;
+      const Part *next = !is_last ? part : p + 1 < num_parts ? part + 1 : 0;
+      attend_part(part, storages, &work, &shape, head, next, is_last ? 0 : head + 1);
       scale_of(at[7], part, storages[part->values].dtype, head, value_dim);
       join(part, &work, at[7], head, num_heads, group, value_dim, value_width, output, lse, totals);
     }
