@@ -20,8 +20,7 @@ from cartridge_engine_ext.artifact_pool import tensor_view
 from cartridge_engine_ext.build import Built, creation_time
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.payload import pack_payload, quantised_values
-from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
-from cartridge_kernels.scaled_values import dequantise_values
+from cartridge_engine_ext.reference_probe import filled_cache, full_layers, reference_probe
 from cartridge_proto.codecs import read_decoded_blob
 from cartridge_proto.digest import Digest, parse_digest
 from cartridge_proto.manifest import Kind, Manifest, Transform
@@ -202,15 +201,3 @@ def smaller_tensors(tensors: Mapping[str, torch.Tensor], recipe: Recipe) -> dict
             found, by_channel=recipe.by_channel, power_of_two=recipe.power_of_two
         )
     return found
-
-
-def full_layers(
-    tensors: Mapping[str, torch.Tensor], num_layers: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and dequantised values of each layer, [num_kv_heads, num_tokens, dim], float32."""
-    layers = []
-    for layer in range(num_layers):
-        values, scale = tensors[f"layers.{layer}.v"], tensors.get(f"layers.{layer}.v_scale")
-        values = values.to(torch.float32) if scale is None else dequantise_values(values, scale)
-        layers.append((tensors[f"layers.{layer}.k"].to(torch.float32), values))
-    return layers

@@ -20,10 +20,9 @@ from cartridge_engine_ext.quantise import (
     Quantiser,
     Recipe,
     Values,
-    full_layers,
     smaller_tensors,
 )
-from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
+from cartridge_engine_ext.reference_probe import filled_cache, full_layers, reference_probe
 from cartridge_kernels.scaled_values import dequantise_values, quantise_values
 from cartridge_proto.digest import Digest, sha256_digest
 from cartridge_proto.manifest import (
