@@ -1,7 +1,7 @@
 """Builds a Cartridge from a text: one ordinary prefill, stored exactly or with values in 8 bits.
 
-Owns the prefill with transformers, the probe and the manifest. Refuses texts longer than the
-model's context, templates without a system turn of their own and numbers that are none.
+Owns the prefill with transformers and the manifest. Refuses texts longer than the model's
+context, templates without a system turn of their own and numbers that are none.
 """
 
 import datetime
