@@ -1,7 +1,7 @@
 """Builds a Cartridge from a text: one ordinary prefill, stored exactly or with values in 8 bits.
 
-Owns the prefill with transformers, the probe and the manifest. Refuses texts longer than the
-model's context, templates without a system turn of their own and numbers that are none.
+Owns the prefill with transformers and the manifest. Refuses texts longer than the model's
+context, templates without a system turn of their own and numbers that are none.
 """
 
 import datetime
@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -23,8 +22,7 @@ from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.latents import stored_latents
 from cartridge_engine_ext.payload import pack_payload, quantised_values
 from cartridge_engine_ext.prefill_manifest import prefill_manifest
-from cartridge_engine_ext.reference_probe import reference_probe
-from cartridge_kernels.scaled_values import dequantise_values
+from cartridge_engine_ext.reference_probe import filled_cache, full_layers, reference_probe
 from cartridge_proto.codecs import CODECS
 from cartridge_proto.digest import sha256_digest
 from cartridge_proto.manifest import (
@@ -163,7 +161,13 @@ class Builder:
             self._model(torch.tensor([prefix]), past_key_values=cache, use_cache=True)
             named = self._tensors(cache)
             if self._has_small_values:
-                named = self._quantise(source, named, cache)
+                try:
+                    named = quantised_values(named)
+                except ValueError as error:
+                    raise ConfigurationError(f"{source.name}: {error}") from error
+                # The probe is answered from what is stored.
+                layers = full_layers(named, self._geometry.num_layers, self._model.dtype)
+                cache = filled_cache(layers)
             probe = reference_probe(self._model, cache, live)
         payload = pack_payload(named, self._codec)
         manifest = prefill_manifest(
@@ -204,21 +208,6 @@ class Builder:
             for index, layer in enumerate(layers)
             for part, tensor in zip("kv", layer, strict=True)
         }
-
-    def _quantise(
-        self, source: Source, named: dict[str, torch.Tensor], cache: Any
-    ) -> dict[str, torch.Tensor]:
-        """Quantise values, also in the cache: the probe answers from what is stored."""
-        try:
-            small = quantised_values(named)
-        except ValueError as error:
-            raise ConfigurationError(f"{source.name}: {error}") from error
-        for index, layer in enumerate(cache.layers):
-            name = f"layers.{index}.v"
-            layer.values = dequantise_values(small[name], small[f"{name}_scale"]).to(
-                layer.values.dtype
-            )[None]
-        return small
 
     def _prompts(self, source: Source) -> tuple[list[int], list[int]]:
         """Token ids of the prefix and of the probe's live prompt."""

@@ -1,7 +1,7 @@
 """One attention layer's KV cache, written through the backend's own writer.
 
-Owns the two ways in which vLLM's writers are called: keys and values, or latents. Refuses to know
-how a backend lays its cache out.
+Owns the two ways in which vLLM's writers are called, keys and values or latents, and how a layer's
+name is read. Refuses to know how a backend lays its cache out.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""`segment_attention` on vLLM's CPU backend."""
+"""`segment_attention` on vLLM's CPU backend.
+
+Owns the classes that vLLM finds under the backend's name. Refuses to compute anything itself.
+"""
 
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,

@@ -1,7 +1,8 @@
 """Reads keys and values back from a paged KV cache whose layout only the backend knows.
 
 Owns a map from (head, position, channel) to places in a block, found by writing numbered values
-through the backend's own writer. Refuses caches whose elements are not a plain permutation.
+through the backend's own writer, and the strides that it comes to where it has any. Refuses caches
+whose elements are not a plain permutation.
 """
 
 from collections.abc import Sequence

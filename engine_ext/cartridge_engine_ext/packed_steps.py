@@ -20,7 +20,7 @@ from cartridge_engine_ext.artifact_pool import TORCH_DTYPES
 from cartridge_engine_ext.in_place import InPlaceSegments
 from cartridge_engine_ext.packed_layout import PackedPrefix, PackedSegment
 from cartridge_engine_ext.stored_segments import InPlacePrefix
-from cartridge_engine_ext.stored_segments import Segment as StoredSegment
+from cartridge_engine_ext.stored_segments import Segment as SealedSegment
 from cartridge_kernels.backends import AttentionBackend
 from cartridge_kernels.plan import (
     LiveTensors,
@@ -290,7 +290,7 @@ class _StepSegments:
             self._known[key] = tuple(range(begin, len(self.planned)))
         return self._known[key]
 
-    def _mapped(self, segment: StoredSegment) -> list[tuple[Segment, _Placed]]:
+    def _mapped(self, segment: SealedSegment) -> list[tuple[Segment, _Placed]]:
         found = self._in_place.segment(segment)
         return [(found.planned, found)]
 

@@ -95,7 +95,8 @@ def write_prefix(
         written += writer.write(segment.values_at, count, segment.value_dtype, values(index))
         if segment.scales_at is not None:
             scale = scales(index)
-            head_dim = keys(index)(0, 1).shape[-1]
+            # Keys are as wide, but would be moved to be looked at.
+            head_dim = values(index)(0, 1).shape[-1]
             rows = scale.reshape(scale.shape[0], 1, -1).expand(-1, 1, head_dim)
             written += writer.write(segment.scales_at, 1, "F32", lambda *_, rows=rows: rows)
     return written

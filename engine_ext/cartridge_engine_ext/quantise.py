@@ -20,8 +20,7 @@ from cartridge_engine_ext.artifact_pool import tensor_view
 from cartridge_engine_ext.build import Built, creation_time
 from cartridge_engine_ext.errors import ConfigurationError
 from cartridge_engine_ext.payload import pack_payload, quantised_values
-from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
-from cartridge_kernels.scaled_values import dequantise_values
+from cartridge_engine_ext.reference_probe import filled_cache, full_layers, reference_probe
 from cartridge_proto.codecs import read_decoded_blob
 from cartridge_proto.digest import Digest, parse_digest
 from cartridge_proto.manifest import Kind, Manifest, Transform
@@ -91,9 +90,7 @@ class Quantiser:
         self._store = store
         self._say = say
         say(f"model: {model_dir}")
-        self._config_digest = identity.model_identity(
-            model_dir, name="", with_weights=False
-        ).config_digest
+        self._identity = identity.model_identity(model_dir, name="", with_weights=True)
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         self._adapter_digest = None
         if adapter is not None:
@@ -121,12 +118,14 @@ class Quantiser:
             cache = filled_cache(full_layers(tensors, source.geometry.num_layers))
             probe = reference_probe(self._model, cache, list(source.probe.prompt_token_ids))
         payload = pack_payload(tensors, codec)
+        before = source.provenance.transform
         transform = Transform(
             name=TRANSFORM_NAME,
             version=TRANSFORM_VERSION,
             parameters=recipe.parameters,
-            query_digest=None,
-            retained_positions_digest=None,
+            # What was made for one query stays so.
+            query_digest=before.query_digest if before else None,
+            retained_positions_digest=before.retained_positions_digest if before else None,
         )
         program = f"cartridge-router quantize {importlib.metadata.version('cartridge-router')}"
         manifest = msgspec.structs.replace(
@@ -138,7 +137,7 @@ class Quantiser:
             tensors=payload.tensors,
             payload=[payload.blob],
             provenance=msgspec.structs.replace(
-                source.provenance, builder=program, transform=transform
+                source.provenance, builder=program, transform=transform, training=None
             ),
             probe=probe,
             derived_from=digest,
@@ -150,12 +149,18 @@ class Quantiser:
         return Built(stored, manifest)
 
     def _check(self, source: Manifest) -> None:
-        if source.model.config_digest != self._config_digest:
+        ours, theirs = self._identity, source.model
+        if theirs.config_digest != ours.config_digest:
             raise ConfigurationError(
-                f"{source.alias}: made for a model with config digest "
-                f"{source.model.config_digest}; --model has {self._config_digest}"
+                f"{source.alias}: made for a model with config digest {theirs.config_digest}; "
+                f"--model has {ours.config_digest}"
             )
-        adapter = source.model.adapter.digest if source.model.adapter else None
+        if theirs.weights_digest not in {None, ours.weights_digest}:
+            raise ConfigurationError(
+                f"{source.alias}: made for a model with weights digest {theirs.weights_digest}; "
+                f"--model has {ours.weights_digest}"
+            )
+        adapter = theirs.adapter.digest if theirs.adapter else None
         if adapter != self._adapter_digest:
             raise ConfigurationError(
                 f"{source.alias}: adapter digest {adapter}; --adapter has {self._adapter_digest}"
@@ -196,15 +201,3 @@ def smaller_tensors(tensors: Mapping[str, torch.Tensor], recipe: Recipe) -> dict
             found, by_channel=recipe.by_channel, power_of_two=recipe.power_of_two
         )
     return found
-
-
-def full_layers(
-    tensors: Mapping[str, torch.Tensor], num_layers: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and dequantised values of each layer, [num_kv_heads, num_tokens, dim], float32."""
-    layers = []
-    for layer in range(num_layers):
-        values, scale = tensors[f"layers.{layer}.v"], tensors.get(f"layers.{layer}.v_scale")
-        values = values.to(torch.float32) if scale is None else dequantise_values(values, scale)
-        layers.append((tensors[f"layers.{layer}.k"].to(torch.float32), values))
-    return layers

@@ -1,18 +1,32 @@
 """The probe of an artifact as transformers answers it, from what the artifact stores.
 
-Owns the greedy steps and the cache that they go on from. Refuses to know where tensors come from.
+Owns the greedy steps, and how stored tensors become the cache that they go on from. Refuses to know
+where tensors come from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from cartridge_kernels.scaled_values import dequantise_values
 from cartridge_proto.manifest import Probe, ProbeStep
 
 NUM_PROBE_STEPS = 4
 NUM_PROBE_TOP = 5
+
+
+def full_layers(
+    tensors: Mapping[str, torch.Tensor], num_layers: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and dequantised values of each layer, [num_kv_heads, num_tokens, dim], of one dtype."""
+    layers = []
+    for layer in range(num_layers):
+        values, scale = tensors[f"layers.{layer}.v"], tensors.get(f"layers.{layer}.v_scale")
+        values = values if scale is None else dequantise_values(values, scale)
+        layers.append((tensors[f"layers.{layer}.k"].to(dtype), values.to(dtype)))
+    return layers
 
 
 def filled_cache(layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:

@@ -1,7 +1,7 @@
 """The boot oracle: an injected prefix must answer like the ordinary prompt, on this very engine.
 
 Owns the test's prompts, tolerances and verdict. Refuses to pass an engine whose test could not tell
-right from wrong: a prefix without its last position must be noticed.
+right from wrong: a prefix without its last position, or with other scales, must be noticed.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The worker half of the connector: writes verified keys and values into vLLM's blocks.
 
-Owns the write through the backend's own cache writer, on a thread of its own beside the forward
-passes, and the read-back of the self-test. Refuses to choose anything: slots, segments and failures
-come from the scheduler half.
+Owns the write through the backend's own cache writer, or of packed bytes past it, on a thread of
+its own beside the forward passes, and the read-back of the self-test. Refuses to choose anything:
+slots, segments and failures come from the scheduler half.
 """
 
 import contextlib

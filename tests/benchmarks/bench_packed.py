@@ -21,8 +21,8 @@ import torch
 
 from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_model
 from cartridge_engine_ext.packed_layout import PACKED_WORKER
-from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, Values, full_layers
-from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
+from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, Values
+from cartridge_engine_ext.reference_probe import full_layers
 from cartridge_kernels.rope import default_inverse_frequencies
 from cartridge_proto import names
 from cartridge_proto.digest import Digest
@@ -114,13 +114,7 @@ def put_all(fleet: Fleet, num_tokens: int) -> None:
         built = quantiser.quantise(Digest(source.digest), recipe, name=name, version="1")
         fleet.wait_for_catalog(f"{name}@1", built.digest)
     small = fleet.store.read_manifest(fleet.store.resolve("k16v8@1"))
-    layers = full_layers(fleet.tensors(small), small.geometry.num_layers)
-    tensors = {}
-    for index, (keys, values) in enumerate(layers):
-        tensors[f"layers.{index}.k"], tensors[f"layers.{index}.v"] = keys, values
-    with torch.inference_mode():
-        probe = reference_probe(fleet.builder._model, filled_cache(layers), LIVE_PROMPT)
-    fleet.put_tensors("plain", source.manifest, tensors, probe)
+    fleet.put_plain("plain", source.manifest, fleet.tensors(small))
 
 
 def against_transformers(fleet: Fleet) -> Row:

@@ -10,6 +10,7 @@ from tests.engine_ext.fake_layers import (
     LAYOUTS,
     FakeLayer,
     Layout,
+    Packed,
     Split,
     Writer,
     fake_latent_layer,
@@ -133,3 +134,47 @@ def test_a_writer_that_loses_something_is_refused(layout: Layout, writer: type[W
     layer = fake_layer(layout, writer=writer)
     with pytest.raises(ConfigurationError, match=f"{writer.__name__}.*no permutation"):
         CacheReader.probe(CacheLayer(layer), BLOCK, 6)
+
+
+# --- strides -------------------------------------------------------------------------------------
+class SlotsBeforeHeads(Packed):
+    """[num_blocks, block, heads, 2 * dim]: the rows of a head lie between those of others."""
+
+    def empty(self, num_blocks: int, heads: int, block: int, dim: int) -> torch.Tensor:
+        """See `Layout`."""
+        return torch.zeros(num_blocks, block, heads, 2 * dim)
+
+    def places(
+        self, cache: torch.Tensor, heads: int, block: int, slot: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Layout`."""
+        row = cache[slot // block, slot % block]
+        dim = row.shape[-1] // 2
+        return row[:, :dim], row[:, dim:]
+
+
+class SwappedSlots(Packed):
+    """The first two slots of a block in each other's place."""
+
+    def places(
+        self, cache: torch.Tensor, heads: int, block: int, slot: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Layout`."""
+        swapped = slot // block * block + {0: 1, 1: 0}.get(slot % block, slot % block)
+        return super().places(cache, heads, block, swapped)
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (Split(), "no view of the KV cache"),
+        (SwappedSlots(), "no view of the KV cache"),
+        (SlotsBeforeHeads(), "VLLM_KV_CACHE_LAYOUT=HND"),
+    ],
+)
+def test_layouts_that_packed_prefixes_cannot_use_are_refused(layout: Layout, text: str) -> None:
+    """They are read back all the same; the message says what helps, where something does."""
+    layer = fake_layer(layout)
+    reader = CacheReader.probe(CacheLayer(layer), BLOCK, 6)
+    with pytest.raises(ConfigurationError, match=text):
+        reader.strides(layer.kv_cache)

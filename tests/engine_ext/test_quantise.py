@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cartridge_engine_ext.build import Built, Source
 from cartridge_engine_ext.commands import cartridge_quantize
@@ -17,15 +20,26 @@ from cartridge_engine_ext.quantise import (
     Quantiser,
     Recipe,
     Values,
-    full_layers,
     smaller_tensors,
 )
-from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
+from cartridge_engine_ext.reference_probe import filled_cache, full_layers, reference_probe
 from cartridge_kernels.scaled_values import dequantise_values, quantise_values
-from cartridge_proto.digest import Digest
-from cartridge_proto.manifest import Kind, Representation, ValueScale
+from cartridge_proto.digest import Digest, sha256_digest
+from cartridge_proto.manifest import (
+    Adapter,
+    ConventionKind,
+    Frozen,
+    FrozenRole,
+    Kind,
+    Representation,
+    RetainedPositions,
+    Training,
+    Transform,
+    ValueScale,
+)
 from cartridge_proto.stores import LocalStore
 from tests.engine_ext.test_build import TEXT, builder_of, stored
+from tests.engine_ext.tiny_kinds import save_tiny_kind
 from tests.engine_ext.tiny_model import save_tiny_model
 
 NUM_LAYERS = 2
@@ -154,6 +168,48 @@ def test_the_same_recipe_gives_the_same_artifact(
     assert run(quantiser, source, Recipe()).digest == run(quantiser, source, Recipe()).digest
 
 
+def again(store: LocalStore, source: Built, **changes: Any) -> Built:
+    """The same artifact under a manifest that says otherwise of where it comes from."""
+    manifest = msgspec.structs.replace(source.manifest, name="other", **changes)
+    return Built(store.put_manifest(manifest), manifest)
+
+
+def test_a_trained_artifact_is_quantised(
+    quantiser: Quantiser, source: Built, store: LocalStore
+) -> None:
+    """The new one is no trained one any more; the recipe is told by the one it comes from."""
+    provenance = msgspec.structs.replace(
+        source.manifest.provenance, training=Training(recipe="self-study", final_loss=0.5)
+    )
+    frozen = Frozen(num_tokens=1, role=FrozenRole.ATTENTION_SINK)
+    trained = again(store, source, kind=Kind.TRAINED, provenance=provenance, frozen=frozen)
+    manifest = run(quantiser, trained, Recipe()).manifest
+    assert (manifest.kind, manifest.derived_from) == (Kind.TRANSFORMED, trained.digest)
+    assert (manifest.provenance.training, manifest.frozen) == (None, frozen)
+
+
+def test_what_an_earlier_transform_depends_on_stays(
+    quantiser: Quantiser, source: Built, store: LocalStore
+) -> None:
+    """KV that was reduced for one query is still for that query, and as many positions."""
+    retained = RetainedPositions(retained=list(range(3, 3 + source.manifest.num_tokens)))
+    before = Transform(
+        name="drop",
+        version="1",
+        parameters={},
+        query_digest=sha256_digest(b"query"),
+        retained_positions_digest=sha256_digest(b"positions"),
+    )
+    provenance = msgspec.structs.replace(source.manifest.provenance, transform=before)
+    dropped = again(store, source, kind=Kind.TRANSFORMED, provenance=provenance, positions=retained)
+    manifest = run(quantiser, dropped, Recipe()).manifest
+    transform = manifest.provenance.transform
+    assert transform is not None
+    assert (transform.name, manifest.positions) == ("quantise", retained)
+    assert transform.query_digest == before.query_digest
+    assert transform.retained_positions_digest == before.retained_positions_digest
+
+
 # --- refused -------------------------------------------------------------------------------------
 def test_what_is_quantised_already_is_refused(quantiser: Quantiser, source: Built) -> None:
     """Errors would add up."""
@@ -169,6 +225,49 @@ def test_another_models_artifact_is_refused(
     other = save_tiny_model(tmp_path / "other", num_kv_heads=4)
     quantiser = Quantiser(model_dir=other, store=store, say=lambda line: None)
     with pytest.raises(ConfigurationError, match="config digest"):
+        run(quantiser, source, Recipe())
+
+
+def test_other_weights_are_refused(
+    model_dir: Path, source: Built, store: LocalStore, tmp_path: Path
+) -> None:
+    """A fine-tuned model has the same configuration, and would answer another probe."""
+    tuned = shutil.copytree(model_dir, tmp_path / "tuned")
+    file = tuned / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, file, {"format": "pt"})
+    quantiser = Quantiser(model_dir=tuned, store=store, say=lambda line: None)
+    with pytest.raises(ConfigurationError, match=r"harbour@1: .*weights digest"):
+        run(quantiser, source, Recipe())
+
+
+def test_an_artifact_without_a_weights_digest_is_taken_by_its_configuration(
+    quantiser: Quantiser, model_dir: Path, store: LocalStore
+) -> None:
+    """As engines take it."""
+    builder = builder_of(model_dir, store, with_weights_digest=False)
+    source = builder.build(Source(text=TEXT, name="unhashed"))
+    assert run(quantiser, source, Recipe()).manifest.model.weights_digest is None
+
+
+def test_another_adapters_artifact_is_refused(
+    quantiser: Quantiser, source: Built, store: LocalStore
+) -> None:
+    """The plain model would answer another probe; the message has both digests."""
+    adapter = Adapter(name="tone", digest=sha256_digest(b"adapter"))
+    model = msgspec.structs.replace(source.manifest.model, adapter=adapter)
+    adapted = again(store, source, model=model)
+    with pytest.raises(ConfigurationError, match=f"{adapter.digest}; --adapter has None"):
+        run(quantiser, adapted, Recipe())
+
+
+def test_latents_are_refused(tmp_path: Path, store: LocalStore) -> None:
+    """They are keys and values in one."""
+    model_dir = save_tiny_kind(tmp_path / "latents", "latents_v2")
+    document = Source(text=TEXT, name="latent", convention=ConventionKind.DOCUMENT)
+    source = builder_of(model_dir, store).prefill(document, [1, 2, 3], [5])
+    quantiser = Quantiser(model_dir=model_dir, store=store, say=lambda line: None)
+    with pytest.raises(ConfigurationError, match="latent@1: a latent model stores no values"):
         run(quantiser, source, Recipe())
 
 
@@ -252,11 +351,43 @@ def test_the_command_quantises_by_alias(
     }
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"cartridge": "nobody@1"}, "nobody@1"),
+        ({"--store": "/does/not/exist"}, "not in the store: harbour@1"),
+        ({"--model": "/does/not/exist"}, "/does/not/exist"),
+        ({"--adapter": "/does/not/exist"}, "/does/not/exist"),
+        ({"--name": "Small"}, "name: 'Small' does not match"),
+    ],
+)
 def test_the_command_says_what_is_wrong(
-    model_dir: Path, store: LocalStore, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, str],
+    text: str,
+    model_dir: Path,
+    store: LocalStore,
+    source: Built,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An unknown Cartridge: one line, status 1, and nothing is stored."""
-    given = [f"--store={store.root}", f"--model={model_dir}", "--name=small"]
-    assert quantize("nobody@1", *given) == 1
-    assert "nobody@1" in capsys.readouterr().err
-    assert store.aliases() == {}
+    """One line, status 1, and no Cartridge has a name that it had not before."""
+    given = {
+        "cartridge": source.manifest.alias,
+        "--store": str(store.root),
+        "--model": str(model_dir),
+        "--name": "small",
+    } | changes
+    cartridge = given.pop("cartridge")
+    assert quantize(cartridge, *(f"{name}={value}" for name, value in given.items())) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert text in error
+    assert store.aliases() == {source.manifest.alias: source.digest}
+
+
+@pytest.mark.parametrize("option", ["--values=e5m2", "--keys=e4m3", "--scales=row", "--codec=zip"])
+def test_the_command_knows_its_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Others end with argparse's status, naming the option."""
+    with pytest.raises(SystemExit) as caught:
+        quantize("a@1", "--store=s", "--model=m", "--name=small", option)
+    assert caught.value.code == 2
+    assert option.split("=")[0] in capsys.readouterr().err

@@ -57,6 +57,9 @@ def test_every_setting_can_be_set(tmp_path: Path) -> None:
         "num_loaders": 1,
         "lease_s": 1,
         "with_weights_digest": False,
+        "segment_kernel": "native",
+        "attend_in_place": True,
+        "moved_keys_bytes": 0,
         "model_dir": "/models/m",
     }
     settings = parse_settings(config)
@@ -85,6 +88,9 @@ def test_a_store_may_be_a_url(store: str) -> None:
         ("advertise_url", "engine:8001", "advertise_url: 'engine:8001' is not http(s)://host:port"),
         ("advertise_url", "http://e:1/v1", "advertise_url: 'http://e:1/v1' is not"),
         ("dram_bytes", 0, "dram_bytes: 0 must be above 0"),
+        ("moved_keys_bytes", -1, "moved_keys_bytes: -1 must be at least 0"),
+        ("attend_in_place", "yes", "attend_in_place: Expected `bool`, got `str`"),
+        ("segment_kernel", 1, "segment_kernel: Expected `str`, got `int`"),
         ("num_loaders", -1, "num_loaders: -1 must be above 0"),
         ("lease_s", 0.5, "lease_s: 0.5 must be from 1 to 3600"),
         ("lease_s", float("nan"), "lease_s: nan"),

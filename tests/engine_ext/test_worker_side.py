@@ -412,7 +412,9 @@ def test_a_capture_reads_what_was_written(layout: Layout) -> None:
 
 
 # --- layers --------------------------------------------------------------------------------------
-def unregistered(layers: Mapping[str, object], **changes: Any) -> WorkerSide:
+def unregistered(
+    layers: Mapping[str, object], segment_kernel: str | None = None, **changes: Any
+) -> WorkerSide:
     """A worker half over layers that it has not seen yet; `changes` of the geometry."""
     geometry = msgspec.structs.replace(GEOMETRY, **changes)
     return WorkerSide(
@@ -422,6 +424,7 @@ def unregistered(layers: Mapping[str, object], **changes: Any) -> WorkerSide:
         block_size=BLOCK,
         num_cache_blocks=CACHE_BLOCKS,
         shard=ALL_HEADS,
+        segment_kernel=segment_kernel,
     )
 
 
@@ -495,6 +498,21 @@ def test_layers_that_are_not_what_the_files_say_are_refused(change: dict[str, An
     )
     with pytest.raises(ConfigurationError, match="geometry: by the model's files"):
         side.register_kv_caches({name: torch.zeros(1) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        ("fast", "segment_kernel: attention backend 'fast' is none of auto, cpu, native"),
+        ("flashinfer", "segment_kernel: attention backend flashinfer: "),
+    ],
+)
+def test_a_kernel_that_cannot_run_ends_the_start(kernel: str, text: str) -> None:
+    """It was asked for by name: no other takes its place."""
+    layers = plain_layers([f"layers.{index}.attn" for index in range(NUM_LAYERS)])
+    side = unregistered(layers, segment_kernel=kernel)
+    with pytest.raises(ConfigurationError, match=text):
+        side.register_kv_caches({name: layer.kv_cache for name, layer in layers.items()})
 
 
 def test_latents_are_moved_and_written() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cartridge_engine_ext.build import Builder, Built, Source
 from cartridge_engine_ext.payload import pack_payload
-from cartridge_engine_ext.reference_probe import filled_cache
+from cartridge_engine_ext.reference_probe import filled_cache, full_layers, reference_probe
 from cartridge_kernels.rope import relocate_keys
 from cartridge_proto import names
 from cartridge_proto.codec import unseal
@@ -212,6 +212,28 @@ class Fleet:
                 probe=probe,
             )
         )
+
+    def put_plain(
+        self,
+        name: str,
+        like: Manifest,
+        stored: Mapping[str, torch.Tensor],
+        live: Sequence[int] = (),
+    ) -> None:
+        """A float32 artifact of what stored tensors mean, with a probe of its own."""
+        tensors = {}
+        layers = full_layers(stored, like.geometry.num_layers)
+        for index, (keys, values) in enumerate(layers):
+            tensors[f"layers.{index}.k"], tensors[f"layers.{index}.v"] = keys, values
+        self.put_tensors(name, like, tensors, self.probe_behind(stored, like, live))
+
+    def probe_behind(
+        self, stored: Mapping[str, torch.Tensor], like: Manifest, live: Sequence[int] = ()
+    ) -> Probe:
+        """What transformers answers behind these tensors."""
+        cache = filled_cache(full_layers(stored, like.geometry.num_layers))
+        with torch.inference_mode():
+            return reference_probe(self.builder._model, cache, list(live or LIVE_PROMPT))
 
     def put_manifest(self, manifest: Manifest) -> None:
         """Store and name a manifest whose blobs are there."""

@@ -10,8 +10,6 @@ import msgspec
 import pytest
 import torch
 
-from cartridge_engine_ext.quantise import full_layers
-from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
 from cartridge_kernels.rope import default_inverse_frequencies, relocate_keys
 from cartridge_proto.manifest import PositionLayout
 from cartridge_proto.names import FIELD_CARTRIDGE_IDS, HEADER_DIGEST
@@ -217,7 +215,5 @@ def _put_mutant(
     for layer in range(built.geometry.num_layers):
         key, value = mutation(tensors[f"layers.{layer}.k"], tensors[f"layers.{layer}.v"])
         mutated[f"layers.{layer}.k"], mutated[f"layers.{layer}.v"] = key, value
-    cache = filled_cache(full_layers(mutated, built.geometry.num_layers))
-    with torch.inference_mode():
-        probe = reference_probe(fleet.builder._model, cache, LIVE_PROMPT)
-    fleet.put_tensors(name, built, mutated, probe if has_own_probe else built.probe)
+    probe = fleet.probe_behind(mutated, built) if has_own_probe else built.probe
+    fleet.put_tensors(name, built, mutated, probe)

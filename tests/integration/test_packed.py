@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, Values, full_layers
-from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
+from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, Values
+from cartridge_engine_ext.reference_probe import full_layers
 from cartridge_kernels.rope import default_inverse_frequencies
 from cartridge_proto.composition import (
     CompositionItem,
@@ -68,19 +68,8 @@ def put(
     source = fleet.put(f"{name}-exact", tokens)
     built = quantiser.quantise(Digest(source.digest), recipe, name=name, version="1")
     fleet.wait_for_catalog(f"{name}@1", built.digest)
-    put_plain(fleet, f"{name}-plain", source.manifest, fleet.tensors(built.manifest))
+    fleet.put_plain(f"{name}-plain", source.manifest, fleet.tensors(built.manifest))
     return built.manifest
-
-
-def put_plain(fleet: Fleet, name: str, like: Manifest, stored: dict[str, torch.Tensor]) -> None:
-    """A float32 Cartridge of what stored tensors mean; it is never packed here."""
-    layers = full_layers(stored, LAYERS)
-    tensors = {}
-    for index, (keys, values) in enumerate(layers):
-        tensors[f"layers.{index}.k"], tensors[f"layers.{index}.v"] = keys, values
-    with torch.inference_mode():
-        probe = reference_probe(fleet.builder._model, filled_cache(layers), LIVE_PROMPT)
-    fleet.put_tensors(name, like, tensors, probe)
 
 
 def loaded_bytes(answer: Answer) -> int:
@@ -268,9 +257,7 @@ def test_the_oracle_catches_damaged_packed_bytes(
     manifest = put(fleet, quantiser, name, K16V8, document_tokens(NUM_TOKENS, seed=680))
     plain = fleet.complete(LIVE_PROMPT, [f"{name}-plain@1"])
     mutated = mutation(fleet.tensors(manifest))
-    with torch.inference_mode():
-        cache = filled_cache(full_layers(mutated, LAYERS))
-        probe = reference_probe(fleet.builder._model, cache, LIVE_PROMPT)
+    probe = fleet.probe_behind(mutated, manifest)
     fleet.put_tensors(f"{name}-damaged", manifest, mutated, probe)
     assert fleet.complete(LIVE_PROMPT, [f"{name}-damaged@1"]).difference(plain) > TOLERANCE
 

@@ -13,8 +13,7 @@ import redis
 import torch
 
 from cartridge_engine_ext.build import Builder, Built, Source
-from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe, full_layers
-from cartridge_engine_ext.reference_probe import filled_cache, reference_probe
+from cartridge_engine_ext.quantise import Keys, Quantiser, Recipe
 from cartridge_proto import names
 from cartridge_proto.codec import unseal
 from cartridge_proto.digest import Digest
@@ -85,13 +84,7 @@ def put_small(fleet: Fleet, name: str, tokens: Sequence[int]) -> None:
     quantiser = Quantiser(model_dir=fleet.model_dir, store=fleet.store, say=lambda line: None)
     built = quantiser.quantise(Digest(source.digest), Recipe(Keys.BFLOAT16), name=name, version="1")
     fleet.wait_for_catalog(f"{name}@1", built.digest)
-    layers = full_layers(fleet.tensors(built.manifest), built.manifest.geometry.num_layers)
-    full = {}
-    for index, (keys, values) in enumerate(layers):
-        full[f"layers.{index}.k"], full[f"layers.{index}.v"] = keys, values
-    with torch.inference_mode():
-        probe = reference_probe(fleet.builder._model, filled_cache(layers), LIVE)
-    fleet.put_tensors(f"{name}-full", source.manifest, full, probe)
+    fleet.put_plain(f"{name}-full", source.manifest, fleet.tensors(built.manifest), LIVE)
 
 
 def put_as(fleet: Fleet, name: str, tokens: Sequence[int], codec: str, values: str) -> Built:
