@@ -74,8 +74,6 @@ class PackedPrefix:
     num_blocks: int
     block_size: int
     segments: tuple[PackedSegment, ...]
-    size_bytes: int
-    """Bytes that carry something, of one head."""
 
     @property
     def num_slots(self) -> int:
@@ -88,7 +86,7 @@ def packed_prefix(segments: Sequence[StoredSegment], cache: CacheGeometry) -> Pa
 
     Keys and values that are wider than the cache's elements are packed as those are.
     """
-    placed, at, size_bytes = [], 0, 0
+    placed, at = [], 0
     step = _ALIGNED_TO * cache.head_dim
     for segment in segments:
         key_dtype = _narrowed(segment.key_dtype, cache.dtype)
@@ -96,13 +94,11 @@ def packed_prefix(segments: Sequence[StoredSegment], cache: CacheGeometry) -> Pa
         scales_at = None
         if segment.has_scales:
             scales_at, at = at, at + step
-            size_bytes += step
         key_bytes = segment.num_tokens * cache.head_dim * ITEM_BYTES[key_dtype]
         value_bytes = segment.num_tokens * cache.head_dim * ITEM_BYTES[value_dtype]
         keys_at = at
         values_at = keys_at + _rounded_up(key_bytes, step)
         at = values_at + _rounded_up(value_bytes, step)
-        size_bytes += key_bytes + value_bytes
         placed.append(
             PackedSegment(
                 segment.num_tokens,
@@ -118,7 +114,7 @@ def packed_prefix(segments: Sequence[StoredSegment], cache: CacheGeometry) -> Pa
     num_blocks = -(-at // cache.block_bytes)
     if num_blocks >= -(-num_positions // cache.block_size):
         return None
-    return PackedPrefix(num_positions, num_blocks, cache.block_size, tuple(placed), size_bytes)
+    return PackedPrefix(num_positions, num_blocks, cache.block_size, tuple(placed))
 
 
 def _narrowed(dtype: str, cache_dtype: str) -> str:

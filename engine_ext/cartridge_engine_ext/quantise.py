@@ -104,16 +104,19 @@ class Quantiser:
 
         Raises:
             ConfigurationError: the artifact is another model's or adapter's, has latents, is
-                quantised already, or holds numbers that do not fit.
+                quantised already, would not become smaller, or holds numbers that do not fit.
             StoreError: of the store, by its kinds.
         """
         source = self._store.read_manifest(digest)
         self._check(source)
         self._say(f"quantise {source.alias}: {source.num_tokens} tokens")
+        exact = self._read(source)
         try:
-            tensors = smaller_tensors(self._read(source), recipe)
+            tensors = smaller_tensors(exact, recipe)
         except ValueError as error:
             raise ConfigurationError(f"{source.alias}: {error}") from error
+        if all(tensors[name].dtype == tensor.dtype for name, tensor in exact.items()):
+            raise ConfigurationError(f"{source.alias}: nothing in it would become smaller")
         with torch.inference_mode():
             cache = filled_cache(full_layers(tensors, source.geometry.num_layers))
             probe = reference_probe(self._model, cache, list(source.probe.prompt_token_ids))

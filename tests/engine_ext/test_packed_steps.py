@@ -125,7 +125,7 @@ def test_what_was_written_is_what_a_step_reads(layout: str, by_channel: bool) ->
     prefix = laid_out(segments)
     blocks = [17, 3, 9, 20, 5, 11, 2, 8, 14, 6, 23][: prefix.num_blocks]
     size = write(layer, strides, prefix, blocks, segments)
-    assert size == HEADS * prefix.size_bytes
+    assert size == HEADS * DIM * (LENGTHS[0] * 3 + 4 + LENGTHS[1] * 4)
     steps = steps_of(strides)
     steps.note({"a": prefix}, [])
     begin(steps, ["a"], computed=[prefix.num_slots], scheduled=[3], tables=[[*blocks, 1]])

@@ -218,6 +218,15 @@ def test_what_is_quantised_already_is_refused(quantiser: Quantiser, source: Buil
         run(quantiser, small, Recipe())
 
 
+def test_what_would_not_become_smaller_is_refused(
+    quantiser: Quantiser, model_dir: Path, store: LocalStore
+) -> None:
+    """bfloat16 of bfloat16 is the same artifact under another name."""
+    source = builder_of(model_dir, store, torch.bfloat16).build(Source(text=TEXT, name="half"))
+    with pytest.raises(ConfigurationError, match="nothing in it would become smaller"):
+        run(quantiser, source, Recipe(Keys.BFLOAT16, Values.BFLOAT16))
+
+
 def test_another_models_artifact_is_refused(
     source: Built, store: LocalStore, tmp_path: Path
 ) -> None:
