@@ -4,5 +4,10 @@
 # Rows: build/bench/gpu-kernels.json. `--interpret` runs the programs on a CPU, without times.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+if ! "$python" -c 'import torch' 2>/dev/null; then
+  echo "bench/gpu.sh: $python has no torch; name one that has: PYTHON=.venv/bin/python bench/gpu.sh" >&2
+  exit 2
+fi
 PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" \
-  exec "${PYTHON:-python3}" -m tests.benchmarks.bench_gpu_kernels "$@"
+  exec "$python" -m tests.benchmarks.bench_gpu_kernels "$@"

@@ -80,9 +80,12 @@ def open_backend(name: str, device: torch.device) -> AttentionBackend:
     """
     if name == AUTO:
         for candidate in _PREFERENCE.get(device.type, ()):
-            if _reason(candidate, device) is None:
+            reason = _reason(candidate, device)
+            if reason is None:
                 logger.info("attention over segments: %s on %s", candidate, device)
                 return _make(candidate)
+            # The answers are the same and late: nothing else would tell.
+            logger.warning("attention over segments: %s cannot run: %s", candidate, reason)
         raise BackendUnavailable(f"attention backend auto: none runs on {device.type}")
     if name not in _BACKENDS:
         raise BackendUnavailable(

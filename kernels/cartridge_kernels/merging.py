@@ -38,5 +38,5 @@ def merge_pair(
 
 
 def _weighted(weight: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    # Of a partial that saw nothing the output may hold anything, also NaN.
-    return torch.where(weight[..., None] > 0, weight[..., None] * output, 0.0)
+    # Of a partial that saw nothing the output may hold anything, also NaN; a weight of NaN stays.
+    return torch.where(weight[..., None] == 0, 0.0, weight[..., None] * output)

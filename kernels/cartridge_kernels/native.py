@@ -55,7 +55,6 @@ _TYPES: Final = {
     torch.float8_e4m3fn: 3,
 }
 _LOG2_E: Final = 1.4426950408889634
-_PAGE_SCALE: Final = 3
 
 
 class BuildError(Exception):
@@ -203,7 +202,8 @@ class _Prepared:
         self._storages = (_Storage * (2 + 2 * len(segments)))()
 
     def _keep(self, ids: torch.Tensor) -> int:
-        self._kept.append(ids.to("cpu", torch.int64).contiguous())
+        # A copy: what is read is what was checked, also where the caller's change in place.
+        self._kept.append(ids.to("cpu", torch.int64, copy=True).contiguous())
         return self._kept[-1].data_ptr()
 
     def _segment_part(self, plan: Plan, index: int, tensors: SegmentTensors) -> _Part:
@@ -278,8 +278,15 @@ def _describe(storage: _Storage, tensor: torch.Tensor) -> None:
 
 # --- the library ---------------------------------------------------------------------------------
 def library_path(variant: str) -> Path:
-    """Where the library of this source and these flags lies, made or not."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Where the library of this source and these flags lies, made or not.
+
+    Raises:
+        BuildError: the user has no home.
+    """
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise BuildError(f"no cache folder: {error} set XDG_CACHE_HOME") from error
     flags = FLAGS + VARIANTS[variant]
     digest = hashlib.sha256(repr(flags).encode() + _source()).hexdigest()[:16]
     return folder / "cartridge-router" / "kernels" / f"segment_attention-{variant}-{digest}.so"
@@ -382,9 +389,12 @@ def _load(variant: str | None) -> ctypes.CDLL:
     if variant is None:
         variant = taken_variant()
     path = library_path(variant)
-    if not path.exists():
-        raise BuildError(f"not built: run {_BUILD_COMMAND} ({path} is not there)")
-    status = path.stat()
+    try:
+        status = path.stat()
+    except FileNotFoundError as error:
+        raise BuildError(f"not built: run {_BUILD_COMMAND} ({path} is not there)") from error
+    except OSError as error:
+        raise BuildError(str(error)) from error
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
         raise BuildError(f"{path} can be written by others")
     try:

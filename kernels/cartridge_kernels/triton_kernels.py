@@ -258,7 +258,8 @@ def merge_kernel(
         output = output * shrink + tl.reduce(partial * weight[:, None], 0, tl.standard._sum_combine)
         highest = now_highest
     place = (row * num_heads + head).to(tl.int64)
-    divisor = tl.where(total > 0.0, total, 1.0)
+    # Not where it is more than 0: NaN stays NaN.
+    divisor = tl.where(total == 0.0, 1.0, total)
     tl.store(
         outputs + place * VALUE_DIM + channels,
         output / divisor,

@@ -67,8 +67,8 @@ def build_work_table(plan: Plan, *, rows_per_item: int, chunk_tokens: int) -> Wo
     """Cut a plan into items of at most so many rows and keys.
 
     A span of a segment's keys stands there once for each `rows_per_item` rows that see it, whatever
-    requests they are of. Spans begin at multiples of `chunk_tokens`, so that a query's sums are cut
-    at the same keys in every batch.
+    requests they are of. Spans begin at multiples of `chunk_tokens`: where that is the same, a
+    query's sums are cut at the same keys whatever else is in the batch.
     """
     builder = _Builder(rows_per_item, chunk_tokens)
     for index, segment in enumerate(plan.segments):

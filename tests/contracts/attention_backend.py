@@ -6,7 +6,13 @@ import torch
 from cartridge_kernels.backends import AttentionBackend
 from cartridge_kernels.plan import Attended, InvalidPlan
 from cartridge_kernels.reference import attend_dense
-from tests.kernels.attention_cases import CASES, AttentionCase, Inputs, make_inputs
+from tests.kernels.attention_cases import (
+    CASES,
+    AttentionCase,
+    Inputs,
+    SegmentCase,
+    make_inputs,
+)
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -51,6 +57,36 @@ class AttentionBackendContract:
         )
         assert found.output.dtype == found.lse.dtype == torch.float32
         assert_close(found, exact, output=self.output_tolerance, lse=self.lse_tolerance)
+
+    # numpy computes in Triton's interpreter.
+    @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("broken", ["query", "key", "value"])
+    def test_what_is_no_number(
+        self, backend: AttentionBackend, broken: str, dtype: torch.dtype
+    ) -> None:
+        """NaN comes out as NaN, for who reads it alone: never as an answer that looks like one."""
+        inputs = make_inputs(
+            AttentionCase(
+                "broken",
+                [(1, 5, (0, 1)), (2, 6, (1,))],
+                [SegmentCase(40), SegmentCase(9)],
+                query_dtype=dtype,
+            )
+        )
+        part = inputs.segments[0]
+        if broken == "query":
+            inputs.queries[0] = torch.nan
+        else:
+            rows = part.keys if broken == "key" else part.values
+            rows.storage[rows.page_ids[0], :, 2] = torch.nan
+        found = backend.attend(
+            inputs.plan, inputs.queries, inputs.segments, inputs.live, scale=inputs.scale
+        )
+        assert found.output[0].isnan().all()
+        assert broken == "value" or found.lse[0].isnan().all()
+        assert found.output[1:].isfinite().all()
+        assert found.lse[1:].isfinite().all()
 
     def test_rows_that_do_not_fit(self, backend: AttentionBackend) -> None:
         """Queries of another number of rows than the plan's are refused."""

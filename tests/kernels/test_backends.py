@@ -50,7 +50,7 @@ def test_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_the_first_that_can_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`auto` goes down its list, and the log says what it took and where."""
+    """`auto` goes down its list; the log says what it took, and warns of what cannot run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for capability, name in (((9, 0), "triton"), ((8, 0), "reference")):
@@ -61,6 +61,9 @@ def test_auto_takes_the_first_that_can_run(
         with caplog.at_level(logging.INFO, backends.logger.name):
             assert open_backend(AUTO, CUDA).name == name
         assert f"{name} on cuda" in caplog.text
+        warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warned) == (name != "triton")
+        assert all("triton cannot run: compute capability 8.0" in text for text in warned)
 
 
 def test_auto_on_a_device_that_nothing_is_for() -> None:

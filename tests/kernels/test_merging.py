@@ -65,3 +65,13 @@ def test_grouping_does_not_matter(parts: list[Attended], data: st.DataObject) ->
     left, right = (merge([*some, *nothing_of(parts)]) for some in (parts[:cut], parts[cut:]))
     output, lse = merge_pair(left.output, left.lse, right.output, right.lse)
     assert_same(Attended(output, lse), in_float64(parts))
+
+
+def test_what_is_no_number() -> None:
+    """A partial of NaN makes the whole NaN, in either place."""
+    broken = Attended(torch.full((1, 1, 2), torch.nan), torch.full((1, 1), torch.nan))
+    whole = Attended(torch.ones(1, 1, 2), torch.zeros(1, 1))
+    for parts in ([broken, whole], [whole, broken]):
+        found = merge(parts)
+        assert found.output.isnan().all()
+        assert found.lse.isnan().all()

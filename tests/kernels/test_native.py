@@ -164,11 +164,11 @@ def test_another_source_is_another_library(empty_cache: Path) -> None:
         assert library_path("avx2") != before
 
 
-@can_build
 def test_a_library_that_others_can_write_is_refused(empty_cache: Path) -> None:
-    """Code of anybody would run in the engine."""
-    build()
+    """Code of anybody would run in the engine: it is not even loaded."""
     for variant in VARIANTS:
+        library_path(variant).parent.mkdir(parents=True, exist_ok=True)
+        library_path(variant).write_bytes(b"")
         library_path(variant).chmod(0o777)
         assert "can be written by others" in str(NativeBackend(variant).unavailable_reason(CPU))
     assert "can be written by others" in str(NativeBackend().unavailable_reason(CPU))
@@ -191,6 +191,22 @@ def test_what_is_no_library_is_a_reason(empty_cache: Path) -> None:
     path.write_bytes(b"")
     path.chmod(0o755)
     assert str(path) in str(NativeBackend().unavailable_reason(CPU))
+
+
+def test_a_cache_that_cannot_be_looked_into_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` goes on to the next kernel where the cache folder is none or another user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x" * 300)
+    assert "too long" in str(NativeBackend().unavailable_reason(CPU))
+    assert open_backend("auto", CPU).name == "cpu"
+
+    def nobodys() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nobodys)
+    assert "set XDG_CACHE_HOME" in str(NativeBackend().unavailable_reason(CPU))
+    assert open_backend("auto", CPU).name == "cpu"
+    assert native.main() == 0
 
 
 def test_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -408,6 +408,19 @@ def test_pages_that_are_not_there(make: Callable[[], AttentionBackend], fault: s
         )
 
 
+@pytest.mark.parametrize("make", [CpuBackend, NativeBackend], ids=lambda make: make.__name__)
+def test_page_ids_that_change_in_place(make: Callable[[], AttentionBackend]) -> None:
+    """They were checked once for the plan, and what was checked is what is read."""
+    inputs = two_requests()
+    backend = opened(make)
+    arguments = (inputs.plan, inputs.queries, inputs.segments, inputs.live)
+    before = backend.attend(*arguments, scale=inputs.scale)
+    inputs.segments[0].keys.page_ids.fill_(0)
+    inputs.segments[1].values.page_ids.fill_(0)
+    again = backend.attend(*arguments, scale=inputs.scale)
+    assert torch.equal(before.output, again.output)
+
+
 @pytest.mark.parametrize("make", BACKENDS, ids=lambda make: make.__name__)
 def test_what_lies_behind_a_requests_blocks_is_never_looked_at(
     make: Callable[[], AttentionBackend],

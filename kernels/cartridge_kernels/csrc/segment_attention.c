@@ -317,16 +317,16 @@ static int are_halves(const float *numbers, int64_t count) { return 0; }
 static void as_pairs(float *to, const float *from, int64_t count) {}
 #endif
 
-/* 2^x for x <= 0; 0 below -126. */
+/* 2^x for x <= 0; 0 below -126; NaN stays NaN. */
 INLINE Vector exp2_of(Vector x) {
   static const float taylor[] = {1.52527338e-5f, 1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f,
                                  5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f};
 #ifdef __AVX512F__
-  __mmask16 is_some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+  __mmask16 is_some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   Vector whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
   Vector is_zero = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
-  x = _mm256_max_ps(x, _mm256_set1_ps(-126.0f));
+  x = _mm256_max_ps(_mm256_set1_ps(-126.0f), x); /* of a NaN the second is taken */
   Vector whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #endif
   Vector part = V(sub_ps)(x, whole), sum = V(set1_ps)(taylor[0]);
