@@ -7,13 +7,12 @@ bytes in the same run.
 
 import argparse
 import hashlib
-import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,24 +29,13 @@ from cartridge_proto.codecs import (
     read_decoded_blob,
 )
 from cartridge_proto.stores import LocalStore
+from tests.benchmarks.rows import Row, report
 
 DOCUMENT = Path("examples/documents/board-game.txt")
 NUM_REPEATS = 7
 LEVELS = (1, 3, 9)
 NONE = (None, None)
 """No target, nothing to miss."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One result; `target` and `ok` are `None` where the issue names no figure."""
-
-    name: str
-    value: float
-    unit: str
-    target: str | None
-    ok: bool | None
-    against: str
 
 
 @dataclass(frozen=True)
@@ -77,14 +65,7 @@ def main(arguments: Sequence[str]) -> int:
                 Row(f"{one.name}: file", len(one.data) / len(full.data), "of it", *NONE, full.name)
             )
             rows.append(probe_difference(full, one))
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    for row in sorted(rows, key=lambda row: row.ok is not False):
-        mark = {True: "ok    ", False: "MISSED", None: "      "}[row.ok]
-        sys.stdout.write(
-            f"{mark} {row.name:<44} {row.value:10.3f} {row.unit:<10} ({row.against})\n"
-        )
-    return 1 if any(row.ok is False for row in rows) else 0
+    return report(rows, given.out)
 
 
 def formats() -> Iterator[Format]:

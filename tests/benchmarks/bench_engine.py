@@ -7,7 +7,6 @@ that others use too, so each is shown as a ratio to something real measured in t
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -16,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from cartridge_proto import names
 from cartridge_proto.digest import parse_digest
 from cartridge_proto.v1 import control_pb2, control_pb2_grpc
 from cartridge_router.demo.stack import MODEL_NAME
+from tests.benchmarks.rows import Row, report, say
 from tests.integration.fleet import LIVE_PROMPT, Fleet, document_tokens
 from tests.integration.running_fleet import running_fleet
 
@@ -45,18 +44,6 @@ NUM_COLD = 20
 ITL_LENGTH = 2048
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 """Layers, K and V, KV heads, head_dim, float32."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One result; `target` and `ok` are `None` where the issue names no figure."""
-
-    name: str
-    value: float
-    unit: str
-    target: str | None
-    ok: bool | None
-    against: str
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,22 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         rows += nvme_against_read(fleet, max(given.lengths), work)
         rows += inter_token_latency(fleet)
         rows += memory(fleet, DRAM_ARTIFACTS * longest_bytes, longest_bytes)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    missed = [row for row in rows if row.ok is False]
-    for row in [*missed, *(row for row in rows if row not in missed)]:
-        say(row)
-    return 1 if missed else 0
-
-
-def say(row: Row) -> None:
-    """One line."""
-    mark = {True: "ok    ", False: "MISSED", None: "      "}[row.ok]
-    target = f"  target {row.target}" if row.target else ""
-    sys.stdout.write(
-        f"{mark} {row.name:<44} {row.value:9.3f} {row.unit:<6}{target}  ({row.against})\n"
-    )
-    sys.stdout.flush()
+    return report(rows, given.out)
 
 
 # --- time to first token -------------------------------------------------------------------------

@@ -8,12 +8,10 @@ import argparse
 import gc
 import importlib
 import importlib.util
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -30,6 +28,7 @@ from tests.benchmarks.gpu_cells import (
     ours,
     relative_error,
 )
+from tests.benchmarks.rows import Row, report
 from tests.kernels.attention_cases import CASES, make_inputs
 
 LLAMA, SMOLLM = Geometry(32, 8, 128), Geometry(9, 3, 64)
@@ -43,18 +42,6 @@ MIN_WORKING_SET_BYTES = 200_000_000
 MAX_LAYERS = 400
 NUM_REPLAYS = 15
 BUDGET_S = 480.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """One result; `target` and `ok` are `None` where the issue names no figure."""
-
-    name: str
-    value: float
-    unit: str
-    target: str | None
-    ok: bool | None
-    against: str
 
 
 def cells() -> list[Cell]:
@@ -89,12 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"bench/gpu.sh: {problem}\n")
         return 2
     rows = interpreted() if given.interpret else measured(time.monotonic() + given.budget_s)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    missed = [row for row in rows if row.ok is False]
-    for row in [*missed, *(row for row in rows if row not in missed)]:
-        say(row)
-    return 1 if missed else 0
+    return report(rows, given.out)
 
 
 def missing(*, interpret: bool) -> str | None:
@@ -109,16 +91,6 @@ def missing(*, interpret: bool) -> str | None:
         "and triton: pip install torch 'triton>=3.6' (and flashinfer-python==0.7.4, to compare). "
         "--interpret tries the programs without a GPU."
     )
-
-
-def say(row: Row) -> None:
-    """One line."""
-    mark = {True: "ok    ", False: "MISSED", None: "      "}[row.ok]
-    target = f"  target {row.target}" if row.target else ""
-    sys.stdout.write(
-        f"{mark} {row.name:<52} {row.value:10.4g} {row.unit:<6}{target}  ({row.against})\n"
-    )
-    sys.stdout.flush()
 
 
 def progress(text: str) -> None:

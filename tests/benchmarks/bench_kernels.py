@@ -8,13 +8,12 @@ contender finds there what the one before it read.
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from cartridge_kernels.plan import (
 )
 from cartridge_kernels.reference import attend_dense
 from cartridge_kernels.scaled_values import dequantise_values, quantise_values
+from tests.benchmarks.rows import Row, report
 
 NUM_LIVE = 128
 BLOCK_SIZE = 128
@@ -60,18 +60,6 @@ LLAMA = Geometry("llama-3.2-3b", 24, 8, 128)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One result; `target` and `ok` are `None` where no figure is wanted."""
-
-    name: str
-    value: float
-    unit: str
-    target: str | None
-    ok: bool | None
-    against: str
-
-
-@dataclass(frozen=True)
 class Step:
     """A decode step over some layers: what each contender reads, and how many bytes of it."""
 
@@ -94,22 +82,7 @@ def main(arguments: Sequence[str]) -> int:
             rows += shared_by_all(geometry, representation, given.repeats, bandwidth)
             rows += one_request(geometry, representation, given.repeats)
     rows += sweep(given.repeats)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    missed = [row for row in rows if row.ok is False]
-    for row in [*missed, *(row for row in rows if row not in missed)]:
-        say(row)
-    return 1 if missed else 0
-
-
-def say(row: Row) -> None:
-    """One line."""
-    mark = {True: "ok    ", False: "MISSED", None: "      "}[row.ok]
-    target = f"  target {row.target}" if row.target else ""
-    sys.stdout.write(
-        f"{mark} {row.name:<58} {row.value:8.2f} {row.unit:<5}{target}  ({row.against})\n"
-    )
-    sys.stdout.flush()
+    return report(rows, given.out)
 
 
 # --- figures -------------------------------------------------------------------------------------

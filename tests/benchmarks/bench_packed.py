@@ -5,14 +5,13 @@ Refuses wall time: CPU seconds of the engine's processes, each kind of prefix in
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from cartridge_kernels.rope import default_inverse_frequencies
 from cartridge_proto import names
 from cartridge_proto.digest import Digest
 from cartridge_proto.residency import Tier
-from tests.benchmarks.bench_engine import Row, say
 from tests.benchmarks.process_costs import cpu_s
+from tests.benchmarks.rows import Row, report
 from tests.integration.fleet import (
     LIVE_PROMPT,
     TOLERANCE,
@@ -85,11 +84,7 @@ def main(arguments: Sequence[str]) -> int:
             costs = in_turn(fleet, [ALONE, "k16v8"], num_readers)
             found[IN_PLACE, num_readers] = costs["k16v8"]
     rows = [difference, *rows_of(found, given.readers)]
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    for row in sorted(rows, key=lambda row: row.ok is not False):
-        say(row)
-    return int(any(row.ok is False for row in rows))
+    return report(rows, given.out)
 
 
 @contextmanager

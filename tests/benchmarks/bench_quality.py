@@ -6,10 +6,9 @@ show why: quantised keys.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from cartridge_engine_ext.demo_model import default_model_dir, prepare_demo_model
 from cartridge_engine_ext.reference_probe import filled_cache
 from cartridge_kernels.scaled_values import dequantise_values, quantise_values
+from tests.benchmarks.rows import Row, report
 
 DOCUMENTS = ("board-game", "loom-manual", "harbour-rules", "bread-recipe")
 PREFIX_PART = 0.6
@@ -27,18 +27,6 @@ MAX_MEAN_KL = 1e-3
 MIN_FRAGILITY = 10.0
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One result; `target` and `ok` are `None` where the issue names no figure."""
-
-    name: str
-    value: float
-    unit: str
-    target: str | None
-    ok: bool | None
-    against: str
 
 
 @dataclass(frozen=True)
@@ -103,13 +91,8 @@ def main(arguments: Sequence[str]) -> int:
         for name, quality in measure(model, ids).items():
             found.setdefault(name, []).append(quality)
     rows = rows_of(found)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     plot(found, given.out.with_suffix(".png"))
-    for row in sorted(rows, key=lambda row: row.ok is not False):
-        mark = {None: "", True: "ok", False: "MISSED"}[row.ok]
-        print(f"{row.name:44} {row.value:12.3g} {row.unit:10} {row.target or '':10} {mark}")
-    return int(any(row.ok is False for row in rows))
+    return report(rows, given.out)
 
 
 def measure(model: Any, ids: list[int]) -> dict[str, Quality]:

@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from cartridge_router.retrieval.passages import content_digest
 from cartridge_router.retrieval.search import search
 from cartridge_router.retrieval.sets import choose
 from tests.benchmarks.filing_cards import filing_aliases
+from tests.benchmarks.rows import Row, report
 
 SEED: Final = 7
 VECTORS: Final = Path("build/bench/vectors")
@@ -38,18 +39,6 @@ HALVES: Final = ("tuning", "test")
 UNLABELLED, LABELLED = "defaults", "labelled"
 NUM_MIXED: Final = 10
 """A generated passage has this many words of this many passages."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One result; `target` and `ok` are `None` where the issue names no figure."""
-
-    name: str
-    value: float
-    unit: str
-    target: str | None
-    ok: bool | None
-    against: str
 
 
 @dataclass(frozen=True)
@@ -172,17 +161,10 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{name}: done\n")
     if given.scale:
         rows += speed_rows(given.data, stored, embedder, given.scale)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    for row in sorted(rows, key=lambda row: row.ok is not False):
-        mark = {True: "ok    ", False: "MISSED", None: "      "}[row.ok]
-        sys.stdout.write(
-            f"{mark} {row.name:<66} {row.value:8.3f} {row.unit:<8} "
-            f"{row.target or '':<9} ({row.against})\n"
-        )
+    status = report(rows, given.out)
     if names == list(SETS) and given.scale:
         given.page.write_text(page(rows))
-    return 1 if any(row.ok is False for row in rows) else 0
+    return status
 
 
 def missing_files(data: Path, names: Sequence[str]) -> list[str]:
