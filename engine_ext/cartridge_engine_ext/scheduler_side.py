@@ -477,10 +477,6 @@ class SchedulerSide:
         if known in self._layouts:
             tracked.packed, tracked.is_laid_out = self._layouts[known], True
         self._put_prefix(request, tracked)
-        num_full = tracked.num_slots // self._engine.block_size
-        tracked.was_in_hbm = self._census.is_whole(
-            Digest(message.composition), request.block_hashes[:num_full]
-        )
         is_aligned = tracked.num_slots % self._engine.block_size == 0
         if not (is_aligned and tracked.was_in_hbm):
             # At once: the bytes may come while the request waits for its turn.
@@ -507,6 +503,11 @@ class SchedulerSide:
             salt += _PACKED
         # Blocks that a proof wrote are for nobody else: who comes later is judged by its verdict.
         _rehash(request, secrets.token_hex(16) if tracked.is_proof else salt)
+        # Under these hashes: a prefix that is laid out anew stands in other blocks.
+        num_full = num_slots // self._engine.block_size
+        tracked.was_in_hbm = self._census.is_whole(
+            Digest(tracked.message.composition), request.block_hashes[:num_full]
+        )
 
     def _is_laid_out_anew(self, request: "Request", tracked: _VirtualRequest) -> bool:
         """Choose the layout of a prefix whose artifacts are there; whether it is another now."""

@@ -32,7 +32,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class StoredSegment:
+class SegmentInDram:
     """Keys and values of all layers."""
 
     num_tokens: int
@@ -91,7 +91,7 @@ class Comparison:
         return sum(term.seconds for term in self.loaded)
 
 
-def compare(segment: StoredSegment, machine: Machine, usage: Usage) -> Comparison:
+def compare(segment: SegmentInDram, machine: Machine, usage: Usage) -> Comparison:
     """What one request costs in place and loaded.
 
     Terms in place: `attend`, `move`; loaded: `load`, its share of one, and `read`.

@@ -134,6 +134,24 @@ def test_the_receipt_counts_positions(engine: Engine) -> None:
     assert receipt.num_loads == 0
 
 
+def test_a_forgotten_layout_costs_no_tier(engine: Engine) -> None:
+    """A prefix that is whole in HBM is told so, also when its layout is found out anew."""
+    artifact = engine.put(num_tokens=NUM_TOKENS, v_scale=SMALL)
+    engine.run(request_with(message_of([artifact])))
+    second = request_with(message_of([artifact]))
+    engine.side.on_new_request(second)
+    engine.blocks.hold(second.block_hashes[:2])
+    engine.side.take_plan()
+    engine.side._layouts.clear()
+    third = request_with(message_of([artifact]))
+    engine.side.on_new_request(third)
+    assert third.num_prompt_tokens == NUM_TOKENS + len(LIVE)
+    assert engine.side.num_matched_tokens(third, 0) == (None, False)
+    engine.schedule(third, NUM_SLOTS)
+    receipt = engine.end(third)
+    assert [item.tier for item in receipt.items] == [Tier.HBM]
+
+
 def test_half_of_the_blocks_reused_is_half_of_the_positions(engine: Engine) -> None:
     """When the prefix cache has lost the last block, only that is loaded."""
     request = a_request(engine)

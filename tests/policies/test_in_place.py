@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cartridge_policies.in_place import Comparison, Machine, StoredSegment, Usage, compare
+from cartridge_policies.in_place import Comparison, Machine, SegmentInDram, Usage, compare
 
 KIB = 1024
 GPU = Machine(host_bytes_per_s=100e9, link_bytes_per_s=50e9, hbm_bytes_per_s=3350e9, hop_s=30e-6)
 SLOW_LINK = replace(GPU, link_bytes_per_s=5e9)
 HOST = Machine(host_bytes_per_s=40e9, link_bytes_per_s=4e9, hbm_bytes_per_s=40e9)
-K16V8 = StoredSegment(4096, 96 * KIB, 96 * KIB)
+K16V8 = SegmentInDram(4096, 96 * KIB, 96 * KIB)
 LLAMA = Usage(num_steps=200, num_requests_per_load=1, num_layers=32, moved_bytes=16 * KIB + 128)
 ON_HOST = replace(LLAMA, moved_bytes=0)
 
 rates = st.floats(1e6, 1e13)
 machines = st.builds(Machine, rates, rates, rates, st.floats(1e-7, 1e-2))
-segments = st.builds(StoredSegment, st.integers(1, 1_000_000), st.floats(1, 1e7), st.floats(1, 1e7))
+segments = st.builds(SegmentInDram, st.integers(1, 1_000_000), st.floats(1, 1e7), st.floats(1, 1e7))
 usages = st.builds(
     Usage,
     st.floats(1, 1e5),
@@ -42,7 +42,7 @@ def test_the_terms_are_those_of_the_formula() -> None:
     machine = Machine(
         host_bytes_per_s=50e6, link_bytes_per_s=10e6, hbm_bytes_per_s=1000e6, hop_s=0.01
     )
-    segment = StoredSegment(1000, 100_000, 200_000)
+    segment = SegmentInDram(1000, 100_000, 200_000)
     usage = Usage(
         num_steps=10, num_requests_per_load=4, num_layers=3, moved_bytes=50_000, hidden_share=0.5
     )
@@ -58,7 +58,7 @@ def test_the_terms_are_those_of_the_formula() -> None:
 
 @given(segments, machines, usages)
 def test_both_ways_cost_the_same_at_the_break_even(
-    segment: StoredSegment, machine: Machine, usage: Usage
+    segment: SegmentInDram, machine: Machine, usage: Usage
 ) -> None:
     """Fewer steps are sooner in place, more are sooner loaded; where it is infinite, none are."""
     steps = compare(segment, machine, usage).break_even_steps
@@ -76,7 +76,7 @@ def test_both_ways_cost_the_same_at_the_break_even(
 
 @given(segments, machines, usages, st.floats(1, 1000))
 def test_what_helps_one_way_never_harms_it(
-    segment: StoredSegment, machine: Machine, usage: Usage, factor: float
+    segment: SegmentInDram, machine: Machine, usage: Usage, factor: float
 ) -> None:
     """Faster memory and hidden work are for in place; faster links, HBM and sharing for loads."""
     before = compare(segment, machine, usage)
