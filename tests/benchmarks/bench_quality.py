@@ -91,8 +91,9 @@ def main(arguments: Sequence[str]) -> int:
         for name, quality in measure(model, ids).items():
             found.setdefault(name, []).append(quality)
     rows = rows_of(found)
+    status = report(rows, given.out)
     plot(found, given.out.with_suffix(".png"))
-    return report(rows, given.out)
+    return status
 
 
 def measure(model: Any, ids: list[int]) -> dict[str, Quality]:
